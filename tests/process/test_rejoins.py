@@ -7,16 +7,22 @@ says which hosts there are.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from foreprop.core.slicing import Slice
 from foreprop.run.rejoins import NodeRange
 from foreprop.run.restarts import Restarts
 from foreprop.run.run import Outcome
-from tests.process.launches import FAKE_SSH, LOCAL, Launch, prepared
+from tests.countedlogs import counted_by
+from tests.process.elastic_script import Plan as ElasticPlan
+from tests.process.elastic_script import by_arithmetic
+from tests.process.harness import ROOT
+from tests.process.launches import LOCAL, Launch, prepared
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -41,6 +47,7 @@ class Rejoined:
         *,
         restarts: int = 0,
         heard: Callable[[str], None] = lambda text: None,
+        **about: Any,
     ) -> None:
         self.said: list[str] = []
 
@@ -48,7 +55,7 @@ class Rejoined:
             self.said.append(text)
             heard(text)
 
-        plan = launch.plan(hosts, *actions, elastic=True)
+        plan = launch.plan(hosts, *actions, elastic=True, **about)
         out: Any = io.BytesIO()
         runs = Restarts(plan, out, io.BytesIO(), say=say, most=restarts, nodes=NodeRange(*nodes))
         self.outcome = runs.run()
@@ -99,17 +106,12 @@ def test_fewer_than_the_least_end_it(launch: Launch) -> None:
 
 
 @pytest.mark.long
-def test_a_host_that_did_not_answer_at_first_takes_the_place_of_one_that_failed(
+def test_a_spare_host_takes_the_place_of_one_that_failed(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """b fails and may not start again; by then c has been switched on."""
-    launch.tell_ssh(monkeypatch, unreachable=[C])
+    """b fails and may not start again; c is more than the most, and stands by."""
+    launch.tell_ssh(monkeypatch)
     mark, joined = str(launch.folder / "mark"), str(launch.folder / "joined")
-
-    def heard(text: str) -> None:
-        if "was killed" in text:
-            launch.tell_ssh(monkeypatch, unreachable=[B])
-
     run = Rejoined(
         launch,
         f"{A}\n{B}\n{C}\n",
@@ -117,17 +119,43 @@ def test_a_host_that_did_not_answer_at_first_takes_the_place_of_one_that_failed(
             *(f"0:serve={ADDRESSES}", f"0:touch={mark}", f"0:wait={joined}"),
             *(f"1:wait={mark}", "1:kill=9", f"1+:touch={joined}"),
         ),
-        (1, 3),
-        heard=heard,
+        (1, 2),
     )
     assert run.outcome == Outcome(0)
-    ssh = run.said[0].partition("`")[2].partition(f" {C}")[0]
-    assert ssh.endswith(str(FAKE_SSH))
     assert run.said == [
-        f"goes on without {C}: {C} cannot be reached; try `{ssh} {C} true`",
         f"rank 1 on {B} was killed by SIGKILL; goes on with 1 of 2; without {B}",
         f"{C} starts as rank 1; now 2 of 2",
     ]
+
+
+@pytest.mark.long
+def test_a_training_grows_by_a_host_that_answers_later(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real one: a begins alone, with a server, and has the bits of the log with b."""
+    launch.tell_ssh(monkeypatch, unreachable=[B])
+    told = ElasticPlan(steps=20, awaits=8, settings={"join_timeout_s": 60.0})
+    monkeypatch.setenv("PLAN", told.encode())
+    monkeypatch.setenv("RESULTS", str(launch.folder))
+    monkeypatch.setenv("FOREPROP_COUNTED_LOG", str(launch.folder / "logs"))
+
+    def heard(text: str) -> None:
+        if "goes on without" in text:
+            launch.tell_ssh(monkeypatch)
+
+    script = str(ROOT / "tests" / "process" / "elastic_script.py")
+    run = Rejoined(launch, f"{A}\n{B}\n", (), (1, 2), heard=heard, script=(script,))
+    assert run.outcome == Outcome(0), run.said
+    assert run.said[0].startswith(f"goes on without {B}: {B} cannot be reached; try `")
+    assert run.said[1:] == [f"{B} starts as rank 1; now 2 of 2"]
+    first, second = (
+        json.loads((launch.folder / f"rank-{rank}.json").read_text()) for rank in range(2)
+    )
+    assert second["joined_at"] > told.awaits - 1
+    pieces = [Slice(*piece) for piece in first["pieces"]]
+    counted = counted_by(launch.folder / "logs", 0, 2, [piece.number for piece in pieces])
+    expected = by_arithmetic(2, told.steps, pieces, [counted])
+    assert (first["sha256"], second["sha256"]) == (expected, expected)
 
 
 @pytest.mark.long

@@ -56,6 +56,7 @@ class Answered(NamedTuple):
 
 class World:
     """``kill``: a rank that may die at any moment. ``leaves``: who is done says goodbye.
+    ``started``: so many ranks are there at the start; by default all.
 
     ``prompt``: frames leave at once, so that there are fewer orders to be looked at.
     """
@@ -68,6 +69,7 @@ class World:
         slices: int = 1,
         steps: int = 2,
         backups: int = 0,
+        started: int | None = None,
         kill: int | None = None,
         leaves: bool = True,
         prompt: bool = False,
@@ -78,12 +80,12 @@ class World:
         self.backups, self.leaves, self.prompt = backups, leaves, prompt
         pieces = [Slice(number, number, 0, 1, number % servers) for number in range(slices)]
         owned = [[each.number for each in pieces if each.server == i] for i in range(servers)]
-        self.logs = [CountedLog(workers, own) for own in owned]
+        self.logs = [CountedLog(workers, own, started=started) for own in owned]
         self.lines: list[list[str]] = [[log.head()] for log in self.logs]
         read = (
             [CountedReplay(replay[i], workers, owned[i]) for i in range(servers)] if replay else []
         )
-        self.members = [Members(workers, backups=backups) for _ in range(servers)]
+        self.members = [Members(workers, backups=backups, started=started) for _ in range(servers)]
         self.servers = [
             CountingServer(
                 pieces,
@@ -110,8 +112,8 @@ class World:
         self.newer = [0] * workers
         """By worker: the last step of which an answer was newer."""
         self.reads: list[tuple[Story, ...]] = [()] * workers
-        self.dead: set[int] = set()
-        self.gone: set[tuple[int, int]] = set()
+        self.dead = set(range(workers if started is None else started, workers))
+        self.gone = {(rank, server) for rank in self.dead for server in range(servers)}
         self.byes: set[tuple[int, int]] = set()
         self.finished: list[int] = []
         self.left: list[MemberLeft] = []

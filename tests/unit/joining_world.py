@@ -24,23 +24,35 @@ class Asked(NamedTuple):
 
 
 class JoiningWorld(World):
-    """``lost`` is gone from the start; ``again``: it may die once more, when it has come.
+    """``lost`` is gone from the start, ``absent`` ranks have not come: they come when it is chosen.
 
-    ``late``: it comes when the others are in this step.
+    ``again``: one may die once more, when it has come. ``late``: they come when the others are in
+    this step. ``begun``: of `JoinBid`.
     """
 
-    def __init__(self, *, lost: int, again: bool = False, late: int = 0, **about: Any) -> None:
-        super().__init__(**about)
-        self.lost, self.again, self.late = lost, again, late
+    def __init__(
+        self,
+        *,
+        lost: int | None = None,
+        absent: int = 0,
+        again: bool = False,
+        late: int = 0,
+        begun: int = 0,
+        **about: Any,
+    ) -> None:
+        started = about["workers"] - absent
+        super().__init__(**about, started=started)
+        self.comers = [*range(started, self.workers)]
+        self.again, self.late, self.begun_step = again, late, begun
         self.joined_at: dict[int, int] = {}
-        self.bid: JoinBid | None = None
+        self.bids: dict[int, JoinBid] = {}
         self.heard: list[dict[int, int]] = [{} for _ in range(self.workers)]
         """By member: what it knows of newcomers."""
-        self.settled: dict[int, int] = {}
-        servers = range(len(self.servers))
-        self.dead.add(lost)
-        for server in servers:
-            self._lose(lost, server)
+        if lost is not None:
+            self.comers.append(lost)
+            self.dead.add(lost)
+            for server in range(len(self.servers)):
+                self._lose(lost, server)
         self._send_all_off()
         for queue in self.to_worker.values():
             queue.clear()
@@ -59,38 +71,38 @@ class JoiningWorld(World):
             )
             for each in self.servers
         ]
-        bid = None if self.bid is None else sorted(vars(self.bid).items())
-        own = self.joined_at, self.heard, self.settled, self.again, bid
+        bids = [(rank, sorted(vars(bid).items())) for rank, bid in sorted(self.bids.items())]
+        own = sorted(self.joined_at.items()), self.heard, self.again, bids
         return (*super().state(), repr(newcomers), repr(own))
 
     # What may happen.
     def choices(self) -> list[Choice]:
         found = super().choices()
-        if self.lost in self.dead and not self.settled and self.bid is None:
-            others = [rank for rank in self.alive if rank != self.lost]
-            links = {(self.lost, server) for server in range(len(self.servers))}
+        others = [rank for rank in self.alive if rank not in self.bids]
+        for rank in self.comers:
+            if rank not in self.dead or rank in self.joined_at:
+                continue
+            links = {(rank, server) for server in range(len(self.servers))}
             ended = links <= self.gone and not links & self.unsent
             if ended and min(map(self.begun, others)) >= self.late:
-                found.append(("join", self.lost, 0))
-        joining = self.bid is not None
-        return [c for c in found if not (joining and c[0] in ("push", "bye") and c[1] == self.lost)]
+                found.append(("join", rank, 0))
+        return [c for c in found if not (c[0] in ("push", "bye") and c[1] in self.bids)]
 
     def happen(self, choice: Choice) -> None:
         what, rank, server = choice
         if what == "join":
-            self._come()
+            self._come(rank)
         elif what == "arrive" and isinstance(self.to_server[rank, server][0], Asked):
             asked: Any = self.to_server[rank, server].popleft()
             self._handle(server, asked.event)
         elif what == "kill":
             self.again = False
             super().happen(choice)
-            self.bid = None if rank == self.lost else self.bid
+            self.bids.pop(rank, None)
         else:
             super().happen(choice)
 
-    def _come(self) -> None:
-        rank = self.lost
+    def _come(self, rank: int) -> None:
         self.dead.discard(rank)
         slices = len(self.stories)
         self.known[rank], self.reads[rank] = [()] * slices, ()
@@ -100,16 +112,15 @@ class JoiningWorld(World):
             self.to_worker[rank, server].clear()
         if self.again:
             self.kill = rank
-        self.bid = JoinBid(len(self.servers))
-        self._ask()
+        self.bids[rank] = JoinBid(len(self.servers), begun=self.begun_step)
+        self._ask(rank)
 
-    def _ask(self) -> None:
-        assert self.bid is not None
-        self._tell_servers(JoinAsked(self.lost, self.bid.step))
+    def _ask(self, rank: int) -> None:
+        self._tell_servers(JoinAsked(rank, self.bids[rank].step))
 
     def _tell_servers(self, event: JoinAsked | JoinSettled) -> None:
         for server in range(len(self.servers)):
-            queue: deque[Any] = self.to_server[self.lost, server]  # type: ignore[assignment]
+            queue: deque[Any] = self.to_server[event.rank, server]  # type: ignore[assignment]
             queue.append(Asked(event))
 
     # What servers say.
@@ -117,8 +128,11 @@ class JoiningWorld(World):
         if isinstance(instruction, AnswerJoin):
             self._send(server, instruction.rank, Kind.JOIN, instruction)
         elif isinstance(instruction, MemberJoined):
-            for rank in sorted(self.members[server].here):
-                self._send(server, rank, Kind.JOINED, instruction)
+            members = self.members[server]
+            steps = {rank: members.since[rank] for rank in members.settled & members.since.keys()}
+            for rank in sorted(members.settled):
+                known = steps if rank == instruction.rank else {instruction.rank: instruction.step}
+                self._send(server, rank, Kind.JOINED, known)
         else:
             super()._do_more(server, instruction)
 
@@ -130,26 +144,26 @@ class JoiningWorld(World):
     def _answer(self, rank: int, answer: Answered) -> None:
         told: Any = answer.story
         if answer.frame.kind == Kind.JOINED:
-            self.heard[rank][told.rank] = told.step
+            self.heard[rank] |= told
         elif answer.frame.kind == Kind.JOIN:
             self._bid(answer.frame.peer, told)
         else:
             super()._answer(rank, answer)
 
     def _bid(self, rank: int, told: AnswerJoin) -> None:
-        bid = self.bid
+        bid = self.bids.get(rank)
         if bid is None:
             return
         if told.ending:
-            self.bid, self.late = None, _NEVER  # it gives up, and nobody starts it again
+            self.late = _NEVER  # it gives up, and nobody starts it again
             self.happen(("kill", rank, 0))
             return
         said = bid.add(len(bid._said), told)
         if said is False:
-            self._ask()
+            self._ask(rank)
         elif said:
             slices = len(self.stories)
-            self.bid, self.settled = None, {rank: bid.step}
+            del self.bids[rank]
             self.joined_at[rank] = bid.step
             self.pushed[rank], self.answered[rank] = (
                 [bid.step - 1] * slices,
@@ -175,5 +189,6 @@ class JoiningWorld(World):
         super().check_end()
         for story in self.stories:
             for step, counted in story:
-                first = self.joined_at.get(self.lost)
-                assert self.lost not in counted or (first is not None and step >= first)
+                for rank in self.comers:
+                    first = self.joined_at.get(rank)
+                    assert rank not in counted or (first is not None and step >= first)

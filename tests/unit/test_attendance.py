@@ -21,7 +21,7 @@ class Engine:
         self.rank, self.steps = 0, 0
         self.lock = threading.RLock()
         self.manifest = SimpleNamespace(
-            world_size=workers, knobs=SimpleNamespace(buddy_steps=buddies)
+            world_size=workers, most_workers=workers, knobs=SimpleNamespace(buddy_steps=buddies)
         )
         self.slices = [SimpleNamespace(server=server) for server in holders]
         self.config = SimpleNamespace(step_timeout_s=1.0, join=None)

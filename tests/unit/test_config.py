@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 import foreprop
+from foreprop.cluster.world import is_alone
 from foreprop.config import (
     PRESETS,
     Config,
@@ -338,6 +339,16 @@ def test_without_a_launcher_the_world_is_this_process(monkeypatch: pytest.Monkey
     monkeypatch.setenv("RANK", "three")
     with pytest.raises(ConfigError, match="RANK is 'three'; it must be a whole number"):
         launch_info()
+
+
+@pytest.mark.parametrize("name", ["FOREPROP_JOIN", "FOREPROP_MAX_WORKERS"])
+def test_one_that_others_may_join_is_not_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert is_alone()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert is_alone()
+    monkeypatch.setenv(name, "2")
+    assert not is_alone()
 
 
 def test_a_server_inherits_nothing_of_torchrun_or_our_settings(

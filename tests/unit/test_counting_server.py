@@ -370,6 +370,26 @@ def test_the_log_says_who_has_left() -> None:
     assert CountedLog(3, []).left(1, 0) == [], "who holds nothing knows nothing of its steps"
 
 
+def test_the_log_of_a_session_that_has_grown() -> None:
+    """It began with two of up to five, of which a third has come; so three are enough to replay."""
+    log = CountedLog(5, [0, 1], started=2)
+    lines = [log.head(), *log.note(0, 1, (0, 1)), *log.note(1, 1, (0, 1))]
+    assert lines == ["foreprop counted sets 1: 2 to 5 workers, 2 slices"]
+    for step in (2, 3):
+        for slice_ in (0, 1):
+            lines += log.note(slice_, step, (0, 1, 2))
+    lines += log.rest()
+    assert lines[1:] == ["2 0 1 0,1,2"]
+    for workers in (3, 4, 5):
+        replay = CountedReplay(lines, workers, [0, 1])
+        assert [replay.at(0, step) for step in (1, 2, 3)] == [(0, 1), (0, 1, 2), (0, 1, 2)]
+    with pytest.raises(ConfigError, match="'2 0 1 0,1,2' counts ranks that there are not"):
+        CountedReplay(lines, 2, [0, 1])
+    for workers in (1, 6):
+        with pytest.raises(ConfigError, match=r"begins with .*2 to 5 workers"):
+            CountedReplay(lines, workers, [0, 1])
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

@@ -15,8 +15,8 @@ from tests.dealtloop import Loop, Reader, all_read, join, left_within, run
 
 
 @st.composite
-def loops(draw: st.DrawFn) -> Loop:
-    workers = draw(st.integers(2, 5))
+def loops(draw: st.DrawFn, least: int = 2) -> Loop:
+    workers = draw(st.integers(least, 5))
     loop = Loop(
         items=draw(st.integers(1, 120)),
         workers=workers,
@@ -149,7 +149,17 @@ def loops_with_a_joiner(draw: st.DrawFn) -> Loop:
     return loop
 
 
-@given(loops_with_a_joiner())
+@st.composite
+def loops_that_grow(draw: st.DrawFn) -> Loop:
+    """One comes that was never there, while others leave."""
+    loop = draw(loops(least=1))
+    step = loop.steps_before + 1 + draw(st.integers(0, 30))
+    loop.changes = [*loop.changes, MemberChange(loop.workers, step, joins=True)]
+    loop.joined = (loop.workers, step)
+    return loop
+
+
+@given(st.one_of(loops_with_a_joiner(), loops_that_grow()))
 def test_who_joins_takes_its_part_of_what_is_left(loop: Loop) -> None:
     """It makes as many batches as all others. At first it reads what the first member reads."""
     readers = run(loop)
@@ -185,3 +195,15 @@ def test_a_joiner_by_hand() -> None:
     assert joiner is not None
     shared = [(8, [19, 21]), (9, [23, 25]), (10, [27, 29]), (11, [31, 33]), (12, [35])]
     assert joiner.read == [*alone, *shared]
+
+
+def test_a_world_of_one_that_grows() -> None:
+    """Rank 1 joins at step 3. A round that is not full has the first sample once more."""
+    changes = [MemberChange(1, 3, joins=True)]
+    loop = Loop(items=9, workers=1, rounds=1, changes=changes, joined=(1, 3))
+    first = run(loop)[0]
+    assert first.read == [(1, [0]), (2, [1]), (3, [2]), (4, [3]), (5, [5]), (6, [7])]
+    joiner = join(loop, first)
+    assert joiner is not None
+    assert joiner.read == [(3, [2]), (4, [4]), (5, [6]), (6, [8])]
+    assert first.epoch.deals == [Deal(0, (0,)), Deal(3, (0, 1), (), (1,))]

@@ -152,6 +152,26 @@ def test_workers_apart_that_cannot_be_are_no_manifest(changes: dict[str, Any]) -
         decode_manifest(make(knobs=knobs).encode())
 
 
+def test_workers_that_may_come_have_places() -> None:
+    whole = decode_manifest(make(knobs=Config(elastic=True, max_workers=9).knobs(2)).encode())
+    assert (whole.most_workers, whole.peers().count) == (9, 9)
+    assert whole.peers().present == [0, 1, 2, 3]
+    assert make().most_workers == make_ring().most_workers == 4
+
+
+@pytest.mark.parametrize(("elastic", "most"), [(False, 9), (True, -1), (True, 3)])
+def test_most_workers_that_cannot_be_are_no_manifest(elastic: bool, most: int) -> None:
+    knobs = msgspec.structs.replace(Config(elastic=elastic).knobs(2), max_workers=most)
+    with pytest.raises(RemoteProtocolError, match=f"not a manifest: max_workers {most} of 4"):
+        decode_manifest(make(knobs=knobs).encode())
+
+
+def test_more_workers_than_a_header_can_name_are_no_manifest() -> None:
+    knobs = msgspec.structs.replace(Config(elastic=True).knobs(2), max_workers=2**40)
+    with pytest.raises(RemoteProtocolError, match=f"max_workers {2**40}; at most 65536"):
+        decode_manifest(make(knobs=knobs).encode())
+
+
 @pytest.mark.parametrize("data", [b"[" * 100_000, b'{"foreprop":' + b'{"a":' * 100_000])
 def test_deep_nesting_is_refused(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="not a manifest"):

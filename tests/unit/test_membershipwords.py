@@ -115,6 +115,30 @@ def test_a_join_that_a_server_has_still_to_tell_of_is_waited_for() -> None:
     assert made.partly(9) == [], "the others may never say it"
 
 
+ABSENT = frozenset({4, 5})
+"""They have not come yet."""
+
+
+def test_who_was_never_there_joins_and_leaves() -> None:
+    """Rank 4 is lost once before all servers have settled."""
+    made = MembershipWords(frozenset(SERVERS), beside=False, absent=ABSENT)
+    assert made.gone == ABSENT
+    made.hear(4, 2, joined(6))
+    made.hear(4, 2, left(5))
+    for server in SERVERS:
+        assert made.changes == []
+        made.hear(4, server, joined(9))
+    assert made.changes == [MemberChange(4, 9, joins=True)]
+    assert made.gone == {5}
+    for server in SERVERS:
+        made.hear(4, server, left(12))
+    assert made.changes[1:] == [MemberChange(4, 12)]
+    newcomer = MembershipWords(frozenset(SERVERS), beside=False, absent=ABSENT)
+    newcomer.waits = True
+    newcomer.begin_with(made.said)
+    assert (newcomer.changes, newcomer.gone) == (made.changes, ABSENT)
+
+
 # What members tell a newcomer.
 PROGRESS = PassProgress(
     given=3,

@@ -18,6 +18,7 @@ from foreprop.core.membership import (
     UpdateCounted,
 )
 from foreprop.core.newcomers import (
+    BEGUN_STEPS,
     LEAD_STEPS,
     AnswerJoin,
     JoinAsked,
@@ -28,7 +29,7 @@ from foreprop.core.newcomers import (
 from foreprop.core.slicing import Slice
 from foreprop.errors import RemoteProtocolError
 from tests.tiers import long_cases
-from tests.unit.counting_world import explore, replayed, run
+from tests.unit.counting_world import explore, replayed, run, sets_of
 from tests.unit.joining_world import JoiningWorld
 
 LONG = pytest.mark.long
@@ -45,6 +46,13 @@ def world_of(**about: Any) -> JoiningWorld:
         {"steps": 5, "servers": 1, "prompt": True},
         pytest.param({"steps": 4, "servers": 1, "prompt": True, "again": True}, marks=LONG),
         pytest.param({"steps": 3, "prompt": True}, marks=LONG),
+        {"workers": 2, "lost": None, "absent": 1, "steps": 7, "servers": 1, "slices": 1}
+        | {"prompt": True, "begun": BEGUN_STEPS},
+        pytest.param(
+            {"workers": 3, "lost": 1, "absent": 1, "steps": 3, "servers": 1, "slices": 1}
+            | {"prompt": True},
+            marks=LONG,
+        ),
     ],
     ids=str,
 )
@@ -53,7 +61,7 @@ def test_in_any_order_a_newcomer_counts_from_its_first_step_on(about: dict[str, 
     first = set()
 
     def look(world: JoiningWorld) -> None:
-        first.update(world.settled.values())
+        first.update(world.joined_at.values())
 
     assert explore(world_of(**about), look) > 100
     assert min(first) <= about["steps"] < max(first), "it always came, or never"
@@ -62,20 +70,32 @@ def test_in_any_order_a_newcomer_counts_from_its_first_step_on(about: dict[str, 
 @pytest.mark.parametrize("seeds", [100, *long_cases(300)])
 @pytest.mark.timeout(600)
 def test_seeded_newcomers(seeds: int) -> None:
-    """Of three or four workers, while another one dies, or the newcomer itself."""
-    trained, dropped, late = 0, 0, 0
+    """Of three or four workers, while another one dies, or the newcomer itself.
+
+    And of those that were never there: one alone grows to three, or one is lost and another comes.
+    """
+    trained, dropped, late, grown = 0, 0, 0, 0
     for seed in range(seeds):
         about: dict[str, Any] = {"workers": 3 + seed % 2, "slices": 4, "steps": 9}
-        about |= [{}, {"again": True}, {"kill": 2}][seed % 3]
+        about |= [
+            {},
+            {"again": True},
+            {"kill": 2},
+            {"workers": 3, "lost": None, "absent": 2, "steps": 12, "begun": BEGUN_STEPS},
+            {"workers": 4, "absent": 1, "kill": 2},
+        ][seed % 5]
         world = world_of(**about, late=seed % 10)
         run(world, seed, kill_after=(seed * 7) % 400)
         first = world.joined_at.get(1)
-        trained += any(1 in counted for story in world.stories for _, counted in story)
+        counted = {rank for ranks in sets_of(world.stories) for rank in ranks}
+        trained += 1 in counted
+        grown += "absent" in about and world.workers - 1 in counted
         dropped += any(left.rank == 1 for left in world.left)
-        late += first is not None and first > 9
-        if seed % 5 == 0:
+        late += first is not None and first > about["steps"]
+        if seed % 4 == 0:
             assert replayed(world, seed).stories == world.stories
     assert trained > seeds / 3, "hardly anybody has joined"
+    assert grown > seeds / 5, "hardly anybody has come for the first time"
     assert dropped > seeds / 20, "hardly any newcomer has died"
     assert late > 0, "nobody has come too late"
 
@@ -88,17 +108,19 @@ def test_the_world_notices_a_step_that_counts_it_too_early(monkeypatch: pytest.M
 
 
 # One server by itself.
-def server_of(workers: int = 3, slices: int = 2) -> CountingServer:
+def server_of(workers: int = 3, slices: int = 2, started: int | None = None) -> CountingServer:
+    """All have the values; the last was lost at once, or those from ``started`` on never came."""
     server = CountingServer(
         [Slice(number, number, 0, 1, 0) for number in range(slices)],
         index=0,
-        members=Members(workers),
+        members=Members(workers, started=started),
         order="priority",
         names=[f"p{number}" for number in range(slices)],
     )
     for number in range(slices):
         server.handle(ValueArrived(0, number, 0, number))
-    server.handle(PeerDropped(workers - 1))
+    if started is None:
+        server.handle(PeerDropped(workers - 1))
     return server
 
 
@@ -210,6 +232,20 @@ def test_the_end_before_a_newcomer_s_first_step() -> None:
     assert ending.handle(JoinAsked(2, 9)) == [AnswerJoin(2, 0, 3, 0, ending=True)]
 
 
+def test_the_end_before_the_first_steps_of_two() -> None:
+    """Both are sent the last values, and neither waits for a step of the other."""
+    server = server_of(3, started=1)
+    join(server, 5, 1)
+    make_step(server, 1, (0,))
+    assert isinstance(server.handle(JoinAsked(2, 7))[0], AnswerJoin)
+    assert server.handle(PeerLeft(0)) == []
+    assert server.handle(JoinSettled(2, 7, 1)) == [
+        MemberJoined(2, 7),
+        *(AnswerSlice(slice_, 4, slice_, (1,)) for slice_ in (0, 1)),
+        *(AnswerSlice(slice_, 6, slice_, (2,)) for slice_ in (0, 1)),
+    ]
+
+
 @pytest.mark.parametrize(
     ("event", "message"),
     [
@@ -225,6 +261,47 @@ def test_what_a_newcomer_may_not_do(event: object, message: str) -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         server.handle(event)
     assert str(caught.value) == message
+
+
+def test_two_come_that_were_never_there() -> None:
+    """To a world of one; one of them is lost before it counts, and comes again."""
+    server = server_of(3, started=1)
+    make_step(server, 1, (0,))
+    assert not server.can_spare(0)
+    for rank in (1, 2):
+        assert join(server, 4, rank) == [MemberJoined(rank, 4)]
+    assert server.handle(PeerDropped(1)) == [MemberLeft(1, 3, 0, 2)]
+    make_step(server, 2, (0,))
+    assert make_step(server, 3, (0,))[-2:] == [
+        AnswerSlice(0, 3, 0, (2,)),
+        AnswerSlice(1, 3, 1, (2,)),
+    ]
+    assert server.can_spare(0)
+    assert server.describe_wait(1, 4) == "p1 waits for the push of ranks 0, 2"
+    assert join(server, 8, 1, newest=3) == [MemberJoined(1, 8)]
+    assert make_step(server, 4, (0, 2))[-1] == AnswerSlice(0, 4, 0, (0, 2))
+
+
+def test_slices_that_rest_are_known_when_the_third_step_is_closed() -> None:
+    """Until then the newcomer only asks, and nobody waits for it."""
+    server, bid = server_of(2, started=1), JoinBid(1, begun=BEGUN_STEPS)
+    for step in range(1, BEGUN_STEPS + 1):
+        (answer,) = server.handle(JoinAsked(1, bid.step))
+        assert bid.add(0, answer) is False
+        assert (bid.step, bid.is_early) == (0, True)
+        assert len(make_step(server, step, (0,), slices=[1])) == 1
+    (answer,) = server.handle(JoinAsked(1, bid.step))
+    assert bid.add(0, answer) is False
+    assert (bid.step, bid.newest, bid.is_early) == (7, BEGUN_STEPS, False)
+    (answer,) = server.handle(JoinAsked(1, bid.step))
+    assert bid.add(0, answer) is True
+    assert server.handle(JoinSettled(1, bid.step, bid.newest)) == [MemberJoined(1, 7)]
+    for step in (4, 5):
+        make_step(server, step, (0,), slices=[1])
+    assert make_step(server, 6, (0,), slices=[1])[-2:] == [
+        AnswerSlice(0, 6, 0, (1,)),
+        AnswerSlice(1, 6, 1, (1,)),
+    ]
 
 
 def test_a_bid_goes_up_until_all_have_promised() -> None:

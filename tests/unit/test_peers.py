@@ -20,6 +20,12 @@ def test_workers_are_called_by_their_ranks() -> None:
     assert peers.listed([0, 2]) == "ranks [0, 2]"
 
 
+def test_workers_that_come_later_are_absent_at_the_start() -> None:
+    peers = each_worker(4, 2)
+    assert (peers.count, peers.present, peers.absent) == (4, [0, 1], {2, 3})
+    assert each_worker(4).absent == set()
+
+
 def test_relays_stand_for_nodes_the_last_of_which_may_be_smaller() -> None:
     peers = nodes(5, 2)
     assert [list(ranks) for ranks in peers.ranks] == [[0, 1], [2, 3], [4]]

@@ -130,6 +130,52 @@ def test_a_place_is_for_as_many_workers() -> None:
     assert starts(rejoins, 11.0) == [("b", 1)]
 
 
+# Growing.
+E = Host(name="e", workers=3)
+
+
+def grows(*others: Host, most: int = 3) -> Rejoins:
+    """A run that a began alone at second 0."""
+    rejoins = Rejoins(NodeRange(1, most), (A,), others, 0)
+    rejoins.start("a", 0.0)
+    return rejoins
+
+
+def test_hosts_that_come_later_get_new_places_up_to_the_most() -> None:
+    rejoins = grows(B, C, D)
+    assert (rejoins.places, rejoins.most_workers, rejoins.next_due_s()) == (1, 3, 0.0)
+    assert starts(rejoins, 5.0) == [("b", 1), ("c", 2)]
+    for name in "bc":
+        rejoins.start(name, 5.0)
+    assert (rejoins.places, rejoins.next_due_s()) == (3, None)
+    rejoins.leave("b", 1, 9.0)
+    assert starts(rejoins, 9.0) == [("d", 1)], "it had to stand by"
+
+
+def test_a_place_where_nobody_came_is_another_host_s() -> None:
+    """Whatever its number of workers; one that answers takes its own ranks after the first."""
+    rejoins = grows(E, B)
+    assert rejoins.most_workers == 5
+    assert starts(rejoins, 0.0) == [("e", 1), ("b", 2)]
+    rejoins.miss("b", 2, 1.0)
+    rejoins.miss("e", 1, 1.0)
+    assert rejoins.places == 1
+    assert rejoins.next_due_s() == 1.0 + FIRST_PAUSE_S
+    assert starts(rejoins, 2.0) == [("e", 1), ("b", 2)]
+    rejoins.start("b", 2.0)
+    rejoins.miss("e", 1, 2.0)
+    assert starts(rejoins, 100.0) == [("e", 1)], "b's ranks come after these"
+
+
+def test_no_more_workers_than_there_are_places_for() -> None:
+    """Of two hosts that may come one; then e, which lost its place, has no other one."""
+    rejoins = grows(E, Host(name="f", workers=3), most=2)
+    assert rejoins.most_workers == 4
+    assert starts(rejoins, 0.0) == [("e", 1)]
+    rejoins.start("e", 0.0)
+    assert (starts(rejoins, 1e6), rejoins.next_due_s()) == ([], None)
+
+
 # What is typed.
 @pytest.mark.parametrize(
     ("text", "expected"), [("1:4", (1, 4)), ("2:2", (2, 2)), ("3", (3, 3)), (" 2:4 ", (2, 4))]

@@ -79,6 +79,20 @@ def test_another_host_in_a_place() -> None:
     assert (list(changed.ranks(1)), changed.command(1)[-2]) == ([2, 3], "node2")
 
 
+def test_a_host_that_comes_later_has_the_next_ranks() -> None:
+    """The world's size stays that of the start, with whatever has to do with it."""
+    grown = plan(elastic=True, began=2, most_workers=7).with_host(2, Host(name="node2", workers=3))
+    assert grown.first_hosts == HOSTS
+    joins = grown.joining_task(2, "node0:29600")
+    assert joins.place == Place(node_rank=2, nodes=2, first_rank=4, world_size=4)
+    assert joins.environment == {
+        "FOREPROP_ELASTIC": "True",
+        "FOREPROP_JOIN": "node0:29600",
+        "FOREPROP_MAX_WORKERS": "7",
+    }
+    assert grown.environment_of(0)["FOREPROP_MAX_WORKERS"] == "7"
+
+
 def test_ranks_are_counted_through_the_hosts() -> None:
     hosts = (Host(name="a", workers=4), Host(name="b", workers=6))
     unequal = plan(hosts=hosts, here=frozenset())

@@ -62,9 +62,12 @@ class Recovery:
             node = substitution.node
             for rank in members.here - set(substitution.members):
                 members.drop(rank)
+            members.here.update(substitution.members)
+            members.ever.update(substitution.members)
         if every:
             about = (counting.machine, slices)
-            counting.machine = BuddiedServer(*about, node=node, members=members.here, every=every)
+            having = members.here & members.started  # the others have no server
+            counting.machine = BuddiedServer(*about, node=node, members=having, every=every)
 
     def services(
         self,

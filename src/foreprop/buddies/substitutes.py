@@ -153,7 +153,7 @@ class Substitutes:
         LOGGER.warning("server %d starts a substitute for server %d", self._index, told.server)
         data = msgspec.json.encode(msgspec.structs.replace(told, port=port))
         about = Header(Kind.TAKEOVER, 0, 0, 0, told.server, CONTROL_PRIORITY, 0)
-        for rank in self._executor.peers.present:  # who is not to come learns that
+        for rank in sorted(self._members.ever):  # who is not to come learns that
             self._executor.answer(rank, Kind.TAKEOVER, about, data)
 
     def _check(self, peer: Connection, told: Substitution) -> None:

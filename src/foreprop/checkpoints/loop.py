@@ -49,7 +49,7 @@ class SavedSession(Protocol):
         """Whether it is over with an error. Any thread."""
 
     def left(self) -> list[int]:
-        """The ranks that the others go on without. Any thread."""
+        """The ranks that the others go on without, or that have come later. Any thread."""
 
     def exchange(self, name: str, mine: str, what: str) -> list[str]:
         """What every rank says under this name, by rank."""
@@ -206,8 +206,8 @@ class CheckpointedLoop:
         rank, here = self._sessions[0].rank, range(self._sessions[0].world_size)
         if not self._incomplete and rank == next(each for each in here if each not in left):
             LOGGER.warning(
-                "from step %d on %s gets no checkpoints: rank %s has left, and each has a part of"
-                " them; those before it stay",
+                "from step %d on %s gets no checkpoints: rank %s has left or has come later, and"
+                " each rank of the start has a part of them; those before it stay",
                 *(step, self._folder.path, ", ".join(map(str, left))),
             )
         self._incomplete = True

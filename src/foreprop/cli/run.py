@@ -115,8 +115,8 @@ Nodes = Annotated[
     str | None,
     typer.Option(
         metavar="MIN:MAX",
-        help="With --elastic: begin with the hosts that answer, go on with so many, and start those"
-        " that fail again.",
+        help="With --elastic: begin with the hosts that answer, go on with so many, start those"
+        " that fail again, and grow by those that answer later.",
     ),
 ]
 
@@ -155,9 +155,9 @@ def run(
     Every line that a worker prints is prefixed by its rank, every line of torchrun or ssh by its
     host. If one worker fails, all are ended, and its exit code is this command's; Ctrl-C and
     SIGTERM end all too. No process is left on any host, however this command ends.
-    With --elastic the other hosts go on, and with --nodes MIN:MAX a host that fails is started
-    again and joins them. With --max-restarts alone all are started again, with the hosts that
-    answer; a script that uses foreprop.checkpoint goes on where it was.
+    With --elastic the other hosts go on, and with --nodes MIN:MAX a host that fails, or answers
+    later, is started and joins them. With --max-restarts alone all are started again, with the
+    hosts that answer; a script that uses foreprop.checkpoint goes on where it was.
 
     ssh has to work without a password; hosts that are this machine need none. docs/run.md
     describes the file.

@@ -25,6 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from foreprop.config import LOGGER, Config, LaunchInfo, launch_info
+from foreprop.config.environment import may_grow
 from foreprop.core.wire import SIGNED
 from foreprop.errors import ForepropError, TransportError
 from foreprop.link.stream import is_loopback
@@ -159,7 +160,7 @@ def is_alone() -> bool:
     """Whether `current_world` is one of one; found out without meeting anybody."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() == 1
-    return launch_info().world_size == 1
+    return launch_info().world_size == 1 and not may_grow()
 
 
 def solitary_world() -> World:

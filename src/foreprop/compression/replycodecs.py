@@ -20,7 +20,8 @@ from foreprop.compression.choosing import SliceCodec, check_code, coded_slices
 from foreprop.compression.images import ImageStore, bits_of, move_image
 from foreprop.core.codec import Place
 from foreprop.core.frames import SendFrame
-from foreprop.core.manifest import Manifest, slice_names
+from foreprop.core.manifest import Manifest
+from foreprop.core.shards import slice_names
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import InternalError
 from foreprop.link.connection import EMPTY, Connection

@@ -66,7 +66,7 @@ def check_settings(config: Config) -> None:
         from foreprop.config.joinaddress import check_join
 
         check_join(config)
-    if config.counts_some or config.buddy_steps is not None:
+    if config.counts_some or config.buddy_steps is not None or config.max_workers is not None:
         from foreprop.config.countingchecks import check_counting
 
         check_counting(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from foreprop.core.manifest import MOST_PROCESSES
 from foreprop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def check_counting(config: Config) -> None:
             f"buddy_steps is {config.buddy_steps!r}, which is for elastic=True with servers beside"
             " the workers: dedicated servers do not die with one"
         )
+    _check_most(config)
     given = _given(config)
     name, value = given[0]
     text = f"{name} is {value!r}"
@@ -59,6 +61,17 @@ def check_counting(config: Config) -> None:
         raise ConfigError(f"{text}, and {key} is {getattr(config, key)!r}: {_INSTEAD[key]}")
     if config.counted_replay is not None and not Path(config.counted_replay).is_dir():
         raise ConfigError(f"counted_replay is {config.counted_replay!r}, which is no folder")
+
+
+def _check_most(config: Config) -> None:
+    most = config.max_workers
+    if most is not None and not config.elastic:
+        raise ConfigError(
+            f"max_workers is {most}, and elastic is False: only an elastic session takes in workers"
+            " while it runs; set elastic=True (FOREPROP_ELASTIC), or leave out max_workers"
+        )
+    if most is not None and most > MOST_PROCESSES:
+        raise ConfigError(f"max_workers is {most}; it must be at most {MOST_PROCESSES}")
 
 
 _BESIDE = {

@@ -79,6 +79,11 @@ def launch_info() -> LaunchInfo:
     )
 
 
+def may_grow() -> bool:
+    """Whether workers may come to a world of one, or this is one that does."""
+    return bool(os.environ.get("FOREPROP_MAX_WORKERS") or os.environ.get("FOREPROP_JOIN"))
+
+
 def _int_variable(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     try:

@@ -20,6 +20,8 @@ def foreign_setting(name: Foreign) -> str | None:
 
 ELASTIC = "FOREPROP_ELASTIC"
 """The setting, which ``foreprop run --elastic`` sets for its workers."""
+MAX_WORKERS = "FOREPROP_MAX_WORKERS"
+"""The setting, which ``foreprop run --nodes`` sets where more hosts may come."""
 JOIN = "FOREPROP_JOIN"
 """Where a worker asks a session that runs to take it in: servers' HOST:PORT, with commas."""
 STEPS_FILE = "FOREPROP_STEPS_FILE"

@@ -52,7 +52,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 _FEW = (
     "architecture buddy_steps clip_grad_norm clip_grad_value counted_replay delay_compensation ema"
-    " encryption join late_nodes node_rates port_range rebalance_s table_init trace_steps"
+    " encryption join late_nodes max_workers node_rates port_range rebalance_s table_init"
+    " trace_steps"
 ).split()
 """Settings that few sessions have: their values are checked in `config.checks`."""
 
@@ -195,6 +196,12 @@ class Config:
     elastic: bool = _setting(
         False, "a worker that dies leaves, with the server beside it, and the others go on"
     )
+    max_workers: int | None = _setting(
+        None,
+        "elastic: most workers that there may be, for those that come later; by default as"
+        " many as at the start",
+        1,
+    )
     backup_workers: int = _setting(
         0, "close each slice of a step without its so many latest pushes: not exact if not 0", 0
     )
@@ -314,6 +321,7 @@ class Config:
             staleness=0 if self.staleness == "late" else self.staleness,
             delay_compensation=self.delay_compensation or 0.0,
             elastic=self.elastic,
+            max_workers=self.max_workers or 0,
             backup_workers=self.backup_workers,
             buddy_steps=self.state_kept_every,
             counted_replay=self.counted_replay is not None,

@@ -61,6 +61,7 @@ class Settings(TypedDict, total=False):
     staleness: Staleness
     delay_compensation: float | None
     elastic: bool
+    max_workers: int | None
     backup_workers: int
     join: str | None
     buddy_steps: int | None

@@ -44,10 +44,10 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
         least = 0 if info.rows else NO_GROUP
         if not least <= info.group < len(manifest.optimizer.groups):
             raise RemoteProtocolError(f"parameter {info.name!r} is in no group: {info.group}")
-    if manifest.world_size > MOST_PROCESSES or manifest.knobs.servers > MOST_PROCESSES:
+    if manifest.most_workers > MOST_PROCESSES or manifest.knobs.servers > MOST_PROCESSES:
         raise RemoteProtocolError(
-            f"not a manifest: world_size {manifest.world_size}, servers {manifest.knobs.servers};"
-            f" at most {MOST_PROCESSES}"
+            f"not a manifest: world_size {manifest.world_size}, servers {manifest.knobs.servers},"
+            f" max_workers {manifest.knobs.max_workers}; at most {MOST_PROCESSES}"
         )
     knobs = manifest.knobs
     workers = (manifest.world_size, manifest.workers_per_push)
@@ -79,6 +79,10 @@ def _check_counting(manifest: Manifest) -> None:
     """Of workers that may not all count: what each server relies on."""
     knobs, backups = manifest.knobs, manifest.knobs.backup_workers
     kinds = (knobs.elastic, backups > 0, knobs.counted_replay)
+    if knobs.max_workers and (not knobs.elastic or knobs.max_workers < manifest.world_size):
+        raise RemoteProtocolError(
+            f"not a manifest: max_workers {knobs.max_workers} of {manifest.world_size}, {knobs}"
+        )
     if not any(kinds) and not backups:
         return
     rows = any(info.rows for info in manifest.parameters)

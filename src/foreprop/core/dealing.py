@@ -187,7 +187,7 @@ class DealtEpoch(Generic[T]):
     def _certain(
         self, done: int, changes: Sequence[MemberChange], members: Sequence[int]
     ) -> tuple[list[MemberChange], tuple[int, ...]]:
-        """In the order of steps, and the members after them. Nobody joins who has not left."""
+        """In the order of steps, and the members after them. Nobody joins who is here."""
         found, here = [], set(members)
         for change in sorted(changes, key=lambda each: (each.step, each.rank)):
             known = change in self._applied or (change.rank in here) == change.joins

@@ -58,7 +58,7 @@ class Peers:
     """By number: the ranks that it stands for."""
     are_nodes: bool = False
     absent: frozenset[int] = frozenset()
-    """Those that do not come: they had gone before (`core.takeover`)."""
+    """Those that are not awaited: they had gone before (`core.takeover`), or come later."""
 
     @property
     def count(self) -> int:
@@ -102,9 +102,10 @@ def _ranks(ranks: range | list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def each_worker(world_size: int) -> Peers:
-    """Every worker by itself."""
-    return Peers(tuple(range(rank, rank + 1) for rank in range(world_size)))
+def each_worker(world_size: int, started: int | None = None) -> Peers:
+    """Every worker by itself; of an elastic world the first ``started`` are there at the start."""
+    later = range(world_size if started is None else started, world_size)
+    return Peers(tuple(range(n, n + 1) for n in range(world_size)), absent=frozenset(later))
 
 
 def nodes(world_size: int, workers_per_node: int) -> Peers:

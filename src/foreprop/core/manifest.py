@@ -117,6 +117,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     staleness: int | Literal["async"] = 0
     delay_compensation: float = 0.0
     elastic: bool = False
+    max_workers: int = 0
+    """Ranks that there may be; 0: as many as at the start."""
     backup_workers: int = 0
     buddy_steps: int | None = None
     """Of `core.buddy`; None: a lost server is not outlived."""
@@ -211,10 +213,16 @@ class AnyManifest(
     workers_per_push: int = 1
     """How many workers' gradients are in one push to a server: with local aggregation, a node's."""
 
+    @property
+    def most_workers(self) -> int:
+        """Ranks that there may be: more than at the start in an elastic session that may grow."""
+        more: int = getattr(self.knobs, "max_workers", 0)  # a ring has no such knob
+        return max(self.world_size, more)
+
     def peers(self) -> Peers:
         """Who pushes to the servers."""
         if self.workers_per_push == 1:
-            return each_worker(self.world_size)
+            return each_worker(self.most_workers, self.world_size)
         return nodes(self.world_size, self.workers_per_push)
 
     def wire_dtypes(self) -> list[str]:
@@ -265,10 +273,3 @@ class AnyManifest(
 
 Manifest: TypeAlias = AnyManifest[Knobs]
 RingManifest: TypeAlias = AnyManifest[RingKnobs]
-
-
-def slice_names(manifest: Manifest) -> list[str]:
-    """The parameters' names, by number of the slice or shard."""
-    slices = manifest.slices()
-    pieces: list[Slice | Shard] = [*slices, *manifest.shards(len(slices))]
-    return [manifest.parameters[piece.parameter].name for piece in pieces]

@@ -5,11 +5,13 @@ pushes of all members, or, with b backup workers, the first N - b (Chen et al., 
 Distributed Synchronous SGD, 2016, section 3). A member that dies is *dropped*: what it has pushed
 still counts, and nothing else is awaited from it. The sets that are not those of the step before
 are written down as lines, from which the same sets can be had again: a *replay*. Whoever comes in a
-lost one's place counts from a step on that all servers agree to (`core.newcomers`).
+lost one's place counts from a step on that all servers agree to (`core.newcomers`). So does who
+comes for the first time: ranks that are absent at the start count as if they had been lost before.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -61,9 +63,13 @@ class MemberLeft(NamedTuple):
 
 
 class Members:
-    """Of one server. ``backups``: how many of them a slice is closed without."""
+    """Of one server. ``backups``: how many of them a slice is closed without.
 
-    def __init__(self, workers: int, *, backups: int = 0) -> None:
+    ``workers``: ranks that there may be, of which the first ``started`` are here at the start; by
+    default all.
+    """
+
+    def __init__(self, workers: int, *, backups: int = 0, started: int | None = None) -> None:
         if not 0 <= backups < max(workers, 1):
             raise ConfigError(
                 f"backup_workers is {backups}, and there are {workers} workers: it must be below"
@@ -71,8 +77,12 @@ class Members:
             )
         self.workers = workers
         self.backups = backups
-        self.here = set(range(workers))
-        """All that have not been dropped."""
+        self.started = frozenset(range(workers if started is None else started))
+        """All that were here at the start."""
+        self.here = set(self.started)
+        """All that have come, and have not been dropped."""
+        self.ever = set(self.here)
+        """All that have come."""
         self.left: set[int] = set()
         """Those of them that have said goodbye."""
         self.since: dict[int, int] = {}
@@ -113,6 +123,7 @@ class Members:
 
 # What was counted, in lines.
 HEAD = "foreprop counted sets 1"
+_HEAD = re.compile(HEAD + r": (?:(\d{1,9}) to )?(\d{1,9}) workers, (\d{1,9}) slices", re.ASCII)
 _LEFT = "left"
 
 
@@ -121,21 +132,24 @@ class CountedLog:
 
     ``slices``: the server's. A line is ``step first last ranks``: from that step on, the server's
     slices with numbers from ``first`` to ``last`` count these ranks, until another line says
-    otherwise. At the start all are counted. A line ``step left rank`` says who has left, within the
-    last step that it has pushed any of the slices for.
+    otherwise. At the start all are counted that have started. A line ``step left rank`` says who
+    has left, within the last step that it has pushed any of the slices for. ``workers`` and
+    ``started`` as of `Members`.
     """
 
-    def __init__(self, workers: int, slices: Sequence[int]) -> None:
+    def __init__(self, workers: int, slices: Sequence[int], *, started: int | None = None) -> None:
         self._workers = workers
+        self._started = workers if started is None else started
         self._slices = sorted(slices)
         self._last: dict[int, tuple[int, ...]] = {}
         self._changes: dict[int, dict[int, tuple[int, ...]]] = {}  # by step and slice, unwritten
-        self._everybody = tuple(range(workers))
+        self._everybody = tuple(range(self._started))
         self.uncounted = 0
         """Slices, of all steps, that not all workers were counted in."""
 
     def head(self) -> str:
-        return f"{HEAD}: {self._workers} workers, {len(self._slices)} slices"
+        least = "" if self._started == self._workers else f"{self._started} to "
+        return f"{HEAD}: {least}{self._workers} workers, {len(self._slices)} slices"
 
     def note(self, slice_: int, step: int, counted: tuple[int, ...]) -> list[str]:
         """Returns the lines of steps that are complete: no slice is two steps behind another."""
@@ -170,18 +184,19 @@ class CountedLog:
 
 
 class CountedReplay:
-    """What `CountedLog` has written of one server: raises `ConfigError` if it does not fit."""
+    """What `CountedLog` has written of one server: raises `ConfigError` if it does not fit.
+
+    ``workers``: as many as the session had; or, if more could have come, as many as have.
+    """
 
     def __init__(self, lines: Iterable[str], workers: int, slices: Sequence[int]) -> None:
         self._steps: dict[int, list[int]] = {}
         self._sets: dict[int, list[tuple[int, ...]]] = {}
-        self._everybody = tuple(range(workers))
+        self._workers = range(workers)
         self.left: dict[int, int] = {}
         """Who has left, by rank within which step."""
         first, *rest = [line.strip() for line in lines if line.strip()] or [""]
-        expected = CountedLog(workers, slices).head()
-        if first != expected:
-            raise ConfigError(f"counted_replay: the log begins with {first!r}, not {expected!r}")
+        self._everybody = tuple(range(_started_in(first, workers, slices)))
         for line in rest:
             self._read(line, sorted(slices))
 
@@ -194,7 +209,7 @@ class CountedReplay:
             counted = () if named == "-" else tuple(map(int, named.split(",")))
         except (ValueError, IndexError) as error:
             raise ConfigError(f"counted_replay: {line[:80]!r} is no line of a log") from error
-        if not set(counted) <= set(self._everybody) or list(counted) != sorted(set(counted)):
+        if not set(counted) <= set(self._workers) or list(counted) != sorted(set(counted)):
             raise ConfigError(f"counted_replay: {line[:80]!r} counts ranks that there are not")
         if first == _LEFT:
             self.left |= dict.fromkeys(counted, step)
@@ -208,3 +223,14 @@ class CountedReplay:
         steps = self._steps.get(slice_)
         place = 0 if steps is None else bisect_right(steps, step)
         return self._sets[slice_][place - 1] if place else self._everybody
+
+
+def _started_in(head: str, workers: int, slices: Sequence[int]) -> int:
+    """How many ranks the session of a log began with; `ConfigError` for a log of another one."""
+    found = _HEAD.fullmatch(head)
+    most = int(found[2]) if found else 0
+    started = int(found[1] or most) if found else 0
+    if not found or not started <= workers <= most or int(found[3]) != len(slices):
+        expected = CountedLog(workers, slices).head()
+        raise ConfigError(f"counted_replay: the log begins with {head!r}, not {expected!r}")
+    return started

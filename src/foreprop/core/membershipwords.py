@@ -24,21 +24,26 @@ class MembershipWords:
     """One rank's view. Not thread-safe.
 
     ``holders``: the servers with slices; one without waits for nobody, and says it when it likes.
-    ``beside``: servers are beside workers, and go with them.
+    ``beside``: servers are beside workers, and go with them. ``absent``: ranks that are not here at
+    the start, and may come.
     """
 
-    def __init__(self, holders: frozenset[int], *, beside: bool) -> None:
+    def __init__(
+        self, holders: frozenset[int], *, beside: bool, absent: frozenset[int] = frozenset()
+    ) -> None:
         self.said: dict[int, dict[int, list[MembershipWord]]] = {}
         """By rank and server: all of them."""
         self.waits = False
         """A newcomer has not been told what was said before it came."""
         self._holders = holders
         self._beside = beside
+        self._absent = absent
         self._forget()
 
     def _forget(self) -> None:
         self.changes: list[MemberChange] = []
-        self.gone: set[int] = set()
+        self.gone: set[int] = set(self._absent)
+        """Who is not here."""
         self._ever_gone: set[int] = set()
         """Their servers stay away, also when another worker has come."""
         self._used: dict[tuple[int, int], int] = {}

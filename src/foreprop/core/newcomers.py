@@ -1,4 +1,4 @@
-"""A worker that comes in a lost one's place: from which step it counts, and when it gets values.
+"""A worker that comes while others train: from which step it counts, and when it gets values.
 
 Theory of operation. A newcomer *asks* every server to count it from a step J on. A server that has
 closed a slice of step J - 2 or a later one says no, and which step it could promise. One that
@@ -14,8 +14,9 @@ need comes before all that the last ones need. No slice of J is updated before t
 pushed it, so what it is sent is the same on all servers and does not change under way.
 
 Some slices *rest*: nobody pushes them, as their parameters are frozen. When any server has closed a
-slice of step n, all that are pushed at all are after step n - 2 at least. If all other members say
-goodbye before step J - 1, the newcomer gets the values that they end with.
+slice of step n, all that are pushed at all are after step n - 2 at least. So nobody is taken in
+before some slice of the third step is closed: until then a slice that rests is like any other. If
+all other members say goodbye before step J - 1, the newcomer gets the values that they end with.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ LEAD_STEPS = 2
 """So many steps before its first one all members know of a newcomer."""
 _LAG_STEPS = 2
 """A slice that is pushed in every step is at most so many behind the newest."""
+BEGUN_STEPS = 1 + _LAG_STEPS
+"""When a slice of this step is closed, those that are at the values of the start rest."""
 _MOST_MARGIN_STEPS = 1024
 
 
 # Events.
 class JoinAsked(NamedTuple):
-    """A rank that was lost wants to be counted from this step on."""
+    """A rank that is not here wants to be counted from this step on; 0: it only asks."""
 
     rank: int
     step: int
@@ -99,6 +102,8 @@ class Newcomers:
     def __init__(self, members: Members, collected: Mapping[int, Collected]) -> None:
         self.awaiting: dict[int, _EmptyHanded] = {}
         """By rank: those that have joined and have no values yet."""
+        self._ending: set[int] = set()
+        """Those that were sent what the others end with: they wait for no step, either."""
         self._members = members
         self._collected = collected
 
@@ -126,6 +131,7 @@ class Newcomers:
             raise RemoteProtocolError(f"rank {rank} joins from step {step}, which is not promised")
         del self._members.promised[rank]
         self._members.since[rank] = step
+        self._members.ever.add(rank)
         behind = {
             number
             for number, each in self._collected.items()
@@ -153,8 +159,8 @@ class Newcomers:
     def due(self) -> list[AnswerSlice]:
         """What is to be sent to those who can be sent all values now, most urgent first."""
         found: list[AnswerSlice] = []
+        ends = self._members.here - self._members.left <= self.awaiting.keys() | self._ending
         for rank, awaited in list(self.awaiting.items()):
-            ends = self._members.here - self._members.left <= self.awaiting.keys()
             opened = any(
                 (each.pushed or each.closing) and each.step < awaited.step
                 for each in self._collected.values()
@@ -162,6 +168,8 @@ class Newcomers:
             if opened or not (ends or not awaited.behind):
                 continue
             del self.awaiting[rank]
+            if awaited.behind:
+                self._ending.add(rank)
             found += sorted(
                 (
                     AnswerSlice(number, awaited.step - 1, each.priority, (rank,))
@@ -179,6 +187,7 @@ class Newcomers:
     def drop(self, rank: int) -> bool:
         """It does not come, or goes again. Returns whether the others know nothing of it."""
         self.awaiting.pop(rank, None)
+        self._ending.discard(rank)
         if rank not in self._members.promised:
             return False
         self._members.drop(rank)
@@ -191,14 +200,21 @@ def _closed(each: Collected) -> int:
 
 
 class JoinBid:
-    """A newcomer's side: asks all ``servers`` for a step until all have promised the same one."""
+    """A newcomer's side: asks all ``servers`` for a step until all have promised the same one.
 
-    def __init__(self, servers: int) -> None:
-        self.step = 1 + LEAD_STEPS
-        """Which they are asked for."""
+    ``begun``: it wants to hear first that a slice of this step is closed, and holds up nobody
+    until then.
+    """
+
+    def __init__(self, servers: int, *, begun: int = 0) -> None:
+        self.step = 0 if begun else 1 + LEAD_STEPS
+        """Which they are asked for; 0: how far they are."""
+        self.is_early = begun > 0
+        """They are not so far: they are to be asked again in a while."""
         self.newest = 0
         """The last step of which any server has closed a slice, as far as is known."""
         self._servers = servers
+        self._begun = begun
         self._margin = 1
         self._said: dict[int, AnswerJoin] = {}
 
@@ -215,6 +231,9 @@ class JoinBid:
         said, self._said = self._said, {}
         least = max(each.least for each in said.values())
         self.newest = max(self.newest, *(each.newest for each in said.values()))
+        self.is_early = self.newest < self._begun
+        if self.is_early:
+            return False
         if all(each.step for each in said.values()):
             return True
         self.step = max(self.step, least) + self._margin

@@ -7,7 +7,11 @@ server gets its share of the frequent ones.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from foreprop.core.manifest import Manifest
+    from foreprop.core.slicing import Slice
 
 
 class Shard(NamedTuple):
@@ -24,6 +28,13 @@ class Shard(NamedTuple):
     @property
     def elems(self) -> int:
         return self.rows * self.row_elems
+
+
+def slice_names(manifest: Manifest) -> list[str]:
+    """The parameters' names, by number of the slice or shard."""
+    slices = manifest.slices()
+    pieces: list[Slice | Shard] = [*slices, *manifest.shards(len(slices))]
+    return [manifest.parameters[piece.parameter].name for piece in pieces]
 
 
 COUNT_BYTES = 8

@@ -191,7 +191,7 @@ class DealtPass:
         self._drawing: AbstractContextManager[object]
         changes = attendance.changes()
         self._epoch: DealtEpoch[Any] = DealtEpoch(
-            attendance.workers,
+            attendance.started,
             changes,
             attendance.done,
             rank=world.rank,

@@ -43,7 +43,7 @@ def shard(
     Raises `ConfigError` for what cannot be divided, and what is divided for another rank.
     """
     alone = world.size == 1 if world is not None else is_alone()
-    if alone or isinstance(loader, ShardedLoader):
+    if isinstance(loader, ShardedLoader) or (alone and not _may_grow(world)):
         return loader
     world = world or current_world()
     _check_kind(loader)
@@ -54,6 +54,13 @@ def shard(
     if isinstance(share, SharedOrder):
         share.check = OrderCheck(world, share.sampler)
     return kind(shares, share, loader, world)
+
+
+def _may_grow(world: World | None) -> bool:
+    """Whether others may come to the session of this world of one."""
+    elastic = sys.modules.get("foreprop.elastic.attendance")
+    found = None if elastic is None else elastic.maybe_attendance(world or current_world())
+    return found is not None and found.workers > 1
 
 
 def _check_kind(loader: Any) -> None:

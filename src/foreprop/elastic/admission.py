@@ -1,4 +1,4 @@
-"""How a server takes in a worker in a lost one's place: asked, promised, settled, told to all."""
+"""How a server takes in a worker that comes later: asked, promised, settled, told to all."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Admission:
             return msgspec.structs.replace(self._where, free=tuple(self._free())).encode()
 
     def _free(self) -> list[int]:
-        """The ranks that have been lost, and of which nothing is under way any more."""
+        """The ranks that have not come, or were lost and have nothing under way any more."""
         connections, machine = self._counting.connections, self._counting.machine
         return [
             rank
@@ -92,7 +92,8 @@ class Admission:
 
     def check_place(self, rank: int) -> None:
         if rank not in self._free():
-            raise GreetingRefused(f"rank {rank} wants to join, and is in the session")
+            why = "is in the session" if rank in self._members.here else "has no place in it"
+            raise GreetingRefused(f"rank {rank} wants to join, and {why}")
 
     def check_manifest(self, rank: int, manifest: Manifest) -> None:
         """The optimizer's numbers may have changed since the start: names must be the same."""
@@ -157,7 +158,7 @@ class Admission:
         here = tuple(sorted(self._members.settled))
         LOGGER.warning(
             "server %d counts rank %d from step %d on, which has joined; %d of %d workers are here",
-            *(self._index, rank, step, len(here), self._members.workers),
+            *(self._index, rank, step, len(here), len(self._members.ever)),
         )
         told = Arrival(rank, step, here)
         own = Arrival(

@@ -34,13 +34,16 @@ class Attendance:
         self.on_membership: list[Callable[[MemberChange, Sequence[int]], object]] = []
         """Told of each change of the members once it is known, and who is here then.
         In a receiving thread, without a lock."""
-        self.rank, self.workers = engine.rank, engine.manifest.world_size
+        self.rank, self.workers = engine.rank, engine.manifest.most_workers
+        self.started = engine.manifest.world_size
+        """Ranks of the start; ``workers`` are all that there may be."""
         self.is_newcomer = engine.config.join is not None
         self._thread = threading.get_ident()
         self._engine = engine
         self._words = MembershipWords(
             frozenset(piece.server for piece in engine.slices),
             beside=engine.manifest.knobs.buddy_steps is not None,
+            absent=frozenset(range(self.started, self.workers)),
         )
         self._words.waits = self.is_newcomer
         self._loaders: dict[int, weakref.WeakMethod[Where]] = {}

@@ -29,7 +29,7 @@ class CountedNumbers:
         self._expected = manifest.optimizer.groups
         self._said: list[list[tuple[int, tuple[Hyperparameters, ...]]]]
         """By rank: from which step on it has announced what."""
-        self._said = [[] for _ in range(manifest.world_size)]
+        self._said = [[] for _ in range(manifest.most_workers)]
         self._agreed: dict[tuple[int, tuple[int, ...]], tuple[Hyperparameters, ...]] = {}
         self._lock = executor.lock
 

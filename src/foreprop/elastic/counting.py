@@ -53,12 +53,12 @@ class Counting:
     def __init__(
         self, manifest: Manifest, slices: Sequence[Slice], index: int, config: Config
     ) -> None:
-        knobs, workers = manifest.knobs, manifest.world_size
+        knobs, workers, started = manifest.knobs, manifest.most_workers, manifest.world_size
         own = [piece.number for piece in slices if piece.server == index]
         self._manifest = manifest
         self._elastic = knobs.elastic
         self._limit_s = SILENT_SHARE * config.step_timeout_s
-        self.members = Members(workers, backups=knobs.backup_workers)
+        self.members = Members(workers, backups=knobs.backup_workers, started=started)
         self.machine: CountingServer | BuddiedServer = CountingServer(
             slices,
             index=index,
@@ -66,11 +66,11 @@ class Counting:
             order=knobs.order,
             names=[info.name for info in manifest.parameters],
             replay=_maybe_replay(config, index, workers, own),
-            turns=turns_of(knobs.lanes, index, workers),
+            turns=turns_of(knobs.lanes, index, started),
         )
         self.store = CountedStore(manifest, slices, index)
         self._index = index
-        self._log = CountedLog(workers, own)
+        self._log = CountedLog(workers, own, started=started)
         self._file: CountedFile | None = None
         if config.counted_log is not None:
             self._file = CountedFile(config.counted_log, index, manifest.session, self._log)
@@ -135,11 +135,11 @@ class Counting:
         rank, step, counted, slices = left
         reason = self._reasons.get(rank, "")
         with self._lock:
-            here = sorted(self.members.here)
+            here, ever = sorted(self.members.here), len(self.members.ever)
         LOGGER.warning(
             "server %d goes on without rank %d, which has left within step %d (%d of %d slices"
             " here count it): %s; %d of %d workers are left",
-            *(self._index, rank, step, counted, slices, reason, len(here), self.members.workers),
+            *(self._index, rank, step, counted, slices, reason, len(here), ever),
         )
         told = Departure(rank, step, counted, slices, reason)
         data = msgspec.json.encode(told)
@@ -174,7 +174,7 @@ class Counting:
         return True
 
     def expect(self, peer: Connection) -> None:
-        """It may come in the place of one that was lost."""
+        """It may come: in the place of one that was lost, or for the first time."""
         with self._lock:
             self._silent.pop(peer.number, None)
             self._reasons.pop(peer.number, None)

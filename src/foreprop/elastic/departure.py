@@ -41,11 +41,11 @@ class MemberNotices:
         self.arrivals: dict[int, dict[int, Arrival]] = {}
         """By rank and server: the last one."""
         self._engine = engine
-        self._world_size = engine.manifest.world_size
+        self._started, self._most = engine.manifest.world_size, engine.manifest.most_workers
         self._told: dict[int, dict[int, Departure]] = {}
         """By rank and server: the last one."""
-        self._gone: dict[int, int] = {}
-        """By rank: the step within which it has left, as far as is known."""
+        self._gone = dict.fromkeys(range(self._started, self._most), 0)
+        """By rank: the step within which it has left, as far as is known; 0: before the start."""
         self.attendance = Attendance(engine)
         engine.window_steps, engine.end_window = 1, self.attendance.end_step
         close, attendance = engine.close, self.attendance
@@ -67,7 +67,7 @@ class MemberNotices:
             self._on_arrival(peer.number, decode_arrival(payload))
             return
         if header.kind == Kind.POSITIONS:
-            self.attendance.hear_positions(decode_positions(payload, self._world_size))
+            self.attendance.hear_positions(decode_positions(payload, self._most))
             return
         told = decoded(_DEPARTURE, payload, "word of who has left")
         self._on_departure(peer.number, told)
@@ -90,7 +90,7 @@ class MemberNotices:
         if first and self._engine.rank == members[0]:
             LOGGER.warning(
                 "rank %d has left within step %d: %s; %d of %d workers are left",
-                *(told.rank, told.step, told.reason, len(members), self._world_size),
+                *(told.rank, told.step, told.reason, len(members), self._ever),
             )
 
     def _on_arrival(self, server: int, told: Arrival) -> None:
@@ -105,8 +105,10 @@ class MemberNotices:
                 self._gone.pop(rank, None)
             by_server[server] = told
             if rank == self._engine.rank:
+                for other in set(told.members) - self._told.keys():
+                    self._gone.pop(other, None)  # it has come before this one
                 here = {*told.members, *self.arrivals, *self._gone}
-                self._gone |= {other: 0 for other in range(self._world_size) if other not in here}
+                self._gone |= {other: 0 for other in range(self._most) if other not in here}
             members = self.members
         self._engine.progress.notify()
         self.attendance.hear_joined(rank, server, step)
@@ -114,7 +116,7 @@ class MemberNotices:
         if step > before and self._engine.rank == min(others, default=rank):
             LOGGER.warning(
                 "rank %d has joined, and counts from step %d on; %d of %d workers are here",
-                *(rank, step, len(members), self._world_size),
+                *(rank, step, len(members), self._ever),
             )
 
     def joined(self) -> dict[int, int]:
@@ -127,13 +129,24 @@ class MemberNotices:
     @property
     def members(self) -> list[int]:
         """Those who are here."""
-        return [rank for rank in range(self._world_size) if rank not in self._gone]
+        return [rank for rank in range(self._most) if rank not in self._gone]
+
+    @property
+    def _ever(self) -> int:
+        """So many have been here, as far as is known."""
+        return len({*range(self._started), *self.arrivals, *self.members})
 
     @property
     def gone(self) -> list[int]:
         """Of whom some server has told. Any thread."""
         with self._engine.lock:
             return sorted(self._told)
+
+    @property
+    def added(self) -> list[int]:
+        """Those of whom some server has told that were not there at the start. Any thread."""
+        with self._engine.lock:
+            return sorted(rank for rank in self.arrivals if rank >= self._started)
 
     def stats(self) -> dict[str, Any]:
         """For `Session.stats`: see docs/elastic.md."""

@@ -9,6 +9,11 @@ from foreprop.errors import ConfigError
 
 def check_fitness(config: Config, manifest: Manifest, workers_per_node: int) -> None:
     """Raises `ConfigError` for tables by rows, scalers and too few workers, with the way round."""
+    if config.max_workers is not None and config.max_workers < manifest.world_size:
+        raise ConfigError(
+            f"max_workers is {config.max_workers}, and there are {manifest.world_size} workers at"
+            " the start: give at least as many, or leave it out"
+        )
     names = ("elastic", "backup_workers", "counted_replay")
     given = next(f"{each} is {value!r}" for each in names if (value := getattr(config, each)))
     for info in manifest.parameters:

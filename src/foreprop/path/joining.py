@@ -30,7 +30,8 @@ class GreetingRefused(RemoteProtocolError):
 class Reception:
     """Those who have greeted a server, by rank. Who has not is at the `entrance.Entrance`.
 
-    Whoever calls holds the server's lock. ``world_size``: if it is known before the first manifest.
+    Whoever calls holds the server's lock. ``world_size``: of ranks that there may be, if that is
+    known before the first manifest.
     """
 
     def __init__(self, session_id: str, world_size: int | None) -> None:
@@ -65,7 +66,10 @@ class Reception:
         """Of its manifest, before anything is computed from it."""
         expected = self._world_size
         if expected is not None and world_size != expected:
-            raise GreetingRefused(f"rank {peer.rank} of {world_size} in a world of {expected}")
+            raise GreetingRefused(
+                f"rank {peer.rank} of {world_size} in a world of {expected} (WORLD_SIZE, or"
+                " max_workers)"
+            )
 
     def forget(self, peer: Connection) -> None:
         """Its connection has ended before it has joined."""
@@ -81,7 +85,7 @@ StreamWrapper = Callable[[Stream, int], Stream]
 
 
 class Admitting(Protocol):
-    """Who may come to a session that has started, in a lost one's place. Any thread."""
+    """Who may come to a session that has started, in a place that is free. Any thread."""
 
     def whereabouts(self) -> bytes:
         """Where its servers are, and whose places are free, for who asks."""
@@ -234,9 +238,9 @@ class Joining:
     def _on_manifest(self, peer: Connection, manifest: Manifest) -> None:
         if manifest.session != self._session_id:
             raise RemoteProtocolError(f"HELLO for another session: {manifest.session!r}")
-        self._reception.check_world_size(peer, manifest.world_size)
-        if peer.rank >= manifest.world_size or not manifest.parameters:
-            raise RemoteProtocolError(f"rank {peer.rank} of {manifest.world_size}")
+        self._reception.check_world_size(peer, manifest.most_workers)
+        if peer.rank >= manifest.most_workers or not manifest.parameters:
+            raise RemoteProtocolError(f"rank {peer.rank} of {manifest.most_workers}")
         peers = self._composer.peers(manifest)
         number = peers.number_of(peer.rank)
         if self.work is not None and self.work.newcomers is not None:
@@ -269,7 +273,7 @@ class Joining:
     def _take_in(
         self, peer: Connection, manifest: Manifest, number: int, work: Work, newcomers: Admitting
     ) -> None:
-        """In a lost one's place, if it says the same as all others have said."""
+        """In a place that is free, if it says the same as all others have said."""
         newcomers.check_manifest(peer.rank, manifest)
         with self._host.lock:
             newcomers.check_place(number)
@@ -280,7 +284,7 @@ class Joining:
         newcomers.welcome(peer)
 
     def _bound(self, manifest: Manifest, connections: Iterable[Connection]) -> None:
-        order, peers = manifest.knobs.order, self._composer.peers(manifest).count
+        order, peers = manifest.knobs.order, len(self._connections)
         if manifest.knobs.lanes == "peers" and takes_turns(order, peers):
             window_bytes = window_share_bytes(self._config.push_window_bytes, peers, order)
             for peer in connections:

@@ -213,7 +213,7 @@ class Server:
 
     def _describe_staying(self, staying: list[int]) -> str:
         known = self._joining.known or Peers(())
-        gone = [number for number in range(known.count) if number not in staying]
+        gone = [number for number in self._peers if number not in staying]
         return f"{known.names(staying)} did not close the session; {known.names(gone)} did"
 
     def _admit(self, whole: Greeting) -> None:

@@ -152,7 +152,7 @@ class SliceStore:
     """
 
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
-        self._world_size = manifest.world_size
+        self._world_size = manifest.most_workers
         self._aggregation = manifest.knobs.aggregation
         limit = self._aggregation.clip_grad_value
         self._clips = self._aggregation.needs_norm or limit is not None

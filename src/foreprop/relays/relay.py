@@ -14,8 +14,9 @@ import torch
 
 from foreprop.config import Config
 from foreprop.core.frames import CONTROL_PRIORITY, SERVER, Peers, Stage
-from foreprop.core.manifest import Manifest, slice_names
+from foreprop.core.manifest import Manifest
 from foreprop.core.relay_machine import RelayMachine, workers_of_node
+from foreprop.core.shards import slice_names
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure, RemoteProtocolError, failure_of
 from foreprop.link.connection import Connection, FailureReports, FrameOwner, Service, owners_of

@@ -11,7 +11,8 @@ from __future__ import annotations
 from foreprop.compression.choosing import check_code, coded_slices
 from foreprop.compression.residuals import Residuals
 from foreprop.core.frames import SERVER, SendFrame
-from foreprop.core.manifest import SCALE, Manifest, slice_names
+from foreprop.core.manifest import SCALE, Manifest
+from foreprop.core.shards import slice_names
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection, FrameOwner

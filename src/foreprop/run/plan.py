@@ -14,7 +14,7 @@ from pathlib import PurePath
 import psutil
 from msgspec.structs import replace as replace_struct
 
-from foreprop.config.otherhosts import ELASTIC, JOIN
+from foreprop.config.otherhosts import ELASTIC, JOIN, MAX_WORKERS
 from foreprop.errors import ConfigError
 from foreprop.link.stream import is_loopback
 from foreprop.run.records import Place, Task
@@ -52,6 +52,10 @@ class Plan:
     grace_s: float = 10.0
     elastic: bool = False
     """Whether the other hosts go on where one fails."""
+    began: int | None = None
+    """So many of the hosts were there at the start; the others came later. None: all."""
+    most_workers: int | None = None
+    """If more of them may come."""
 
     def is_here(self, index: int) -> bool:
         return self.hosts[index].name in self.here
@@ -61,16 +65,23 @@ class Plan:
         first = sum(host.workers for host in self.hosts[:index])
         return range(first, first + self.hosts[index].workers)
 
+    @property
+    def first_hosts(self) -> tuple[Host, ...]:
+        """Those of the start."""
+        return self.hosts[: self.began]
+
     def with_host(self, index: int, host: Host) -> Plan:
-        """Another one, of as many workers, in a host's place."""
+        """Another one, of as many workers, in a host's place; or one in a new place, the next."""
         return replace(self, hosts=(*self.hosts[:index], host, *self.hosts[index + 1 :]))
 
     def environment_of(self, index: int) -> dict[str, str]:
         """What a host's workers have beside their machine's own environment."""
         found = {}
-        counts = {host.workers for host in self.hosts}
+        counts = {host.workers for host in self.first_hosts}
         if len(counts) > 1:  # workers count as nodes in equal groups: let none reach over two hosts
             found["FOREPROP_WORKERS_PER_NODE"] = str(math.gcd(*counts))
+        if self.most_workers is not None:
+            found[MAX_WORKERS] = str(self.most_workers)
         found |= self.environment
         if self.elastic:
             found[ELASTIC] = str(True)
@@ -102,9 +113,9 @@ class Plan:
             port=None,
             place=Place(
                 node_rank=index,
-                nodes=len(self.hosts),
+                nodes=len(self.first_hosts),
                 first_rank=ranks[0],
-                world_size=sum(host.workers for host in self.hosts),
+                world_size=sum(host.workers for host in self.first_hosts),
             ),
         )
 

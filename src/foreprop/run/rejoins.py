@@ -1,7 +1,8 @@
 """``--nodes MIN:MAX``: which hosts of an elastic run are tried again, where and when.
 
-A run has as many *places*, each with its ranks, as hosts began it. A host that fails leaves its
-place, and a host that is out takes one that is free: its own again, or another of as many workers.
+A run begins with as many *places*, each with its ranks, as hosts begin it, and has up to MAX. A
+host that fails leaves its place, and a host that is out takes one that is free: its own again, or
+another of as many workers; or else a new one, whose ranks are the next ones.
 Counted as by torchrun: a host's workers are started again at most ``--max-restarts`` times, and to
 find that a host does not answer is no restart. Time is an argument: seconds of a clock of the
 caller's.
@@ -64,15 +65,20 @@ class _Known:
 
 
 class Rejoins:
-    """All hosts of the file, and the places of those that began."""
+    """All hosts of the file, and the places of those that have begun."""
 
     def __init__(
         self, nodes: NodeRange, began: Sequence[Host], others: Sequence[Host], most_restarts: int
     ) -> None:
-        """``others``: hosts that have not begun; the first that answers takes a place if one is
-        free."""
+        """``others``: hosts that have not begun; the first that answers takes a place that is free,
+        or a new one."""
         self.nodes = nodes
-        self._workers = [host.workers for host in began]
+        self._workers = [host.workers for host in began]  # by place
+        more = sorted((host.workers for host in others), reverse=True)[: nodes.most - len(began)]
+        self.most_workers = sum(self._workers) + sum(more)
+        """That there may be, whichever hosts come."""
+        self._taken: set[int] = set()
+        """The places where workers have ever been started."""
         self._most_restarts = most_restarts
         self._free_s: dict[int, float] = {}
         """By free place: the time from which on it may be taken."""
@@ -85,6 +91,13 @@ class Rejoins:
         known.is_out = False
         known.starts += 1
         known.started_s = now_s
+        if known.place is not None:
+            self._taken.add(known.place)
+
+    @property
+    def places(self) -> int:
+        """So many have had workers."""
+        return len(self._taken)
 
     def leave(self, name: str, place: int, now_s: float, *, gone_s: float = 0.0) -> None:
         """They have failed, and have ended, or will have in ``gone_s``: the place is free then."""
@@ -97,9 +110,14 @@ class Rejoins:
 
     def miss(self, name: str, place: int, now_s: float) -> None:
         """The host that was to take this place did not answer, or could not start."""
-        self._known[name].is_out = True
-        self._free_s[place] = now_s
-        self._pause(self._known[name], now_s)
+        known = self._known[name]
+        known.is_out = True
+        self._pause(known, now_s)
+        if place == len(self._workers) - 1 and place not in self._taken:
+            del self._workers[place]  # another host's may have more workers, or fewer
+            known.place = None
+        else:
+            self._free_s[place] = now_s
 
     def _pause(self, known: _Known, since_s: float) -> None:
         known.due_s = since_s + known.pause_s
@@ -118,13 +136,16 @@ class Rejoins:
         for known in sorted(self._known.values(), key=lambda each: each.due_s):
             place = self._place_for(known, now_s) if known.due_s <= now_s else None
             if place is not None:
-                del self._free_s[place]
+                if place == len(self._workers):
+                    self._workers.append(known.host.workers)
+                self._free_s.pop(place, None)
                 known.is_out = False
                 known.place = place
                 return known.host, place
         return None
 
     def _place_for(self, known: _Known, now_s: float) -> int | None:
+        """A free one, or the next new one; None if there is none, or it may not start again."""
         if not known.is_out or known.starts > self._most_restarts:
             return None
         fitting = [
@@ -132,7 +153,12 @@ class Rejoins:
             for place, free_s in self._free_s.items()
             if free_s <= now_s and self._workers[place] == known.host.workers
         ]
-        return known.place if known.place in fitting else min(fitting, default=None)
+        return known.place if known.place in fitting else min(fitting, default=self._new(known))
+
+    def _new(self, known: _Known) -> int | None:
+        """The next place, if there is room for the host."""
+        has_room = sum(self._workers) + known.host.workers <= self.most_workers
+        return len(self._workers) if has_room and len(self._workers) < self.nodes.most else None
 
     def next_due_s(self) -> float | None:
         """When `next_start` may have another answer than None; None if it depends on others."""
@@ -141,5 +167,10 @@ class Rejoins:
             for known in self._known.values()
             for place, free_s in self._free_s.items()
             if self._place_for(known, free_s) is not None
+        ]
+        times += [
+            known.due_s
+            for known in self._known.values()
+            if self._place_for(known, known.due_s) is not None
         ]
         return min(times, default=None)

@@ -93,6 +93,9 @@ class Restarts:
         if self._nodes is not None:
             others = [host for host in self._plan.hosts if host not in plan.hosts]
             rejoins = Rejoins(self._nodes, plan.hosts, others, self._most_rejoins)
+            plan = replace(plan, began=len(plan.hosts))
+            if rejoins.most_workers > sum(host.workers for host in plan.hosts):
+                plan = replace(plan, most_workers=rejoins.most_workers)
         spare = known - self._least_hosts
         streams = self._out, self._err
         return Launcher(plan, *streams, spare_hosts=spare, say=self._say, rejoins=rejoins)

@@ -230,7 +230,7 @@ class Launcher:
         return sum(host.started and host not in self._lost for host in self._hosts)
 
     def _of(self) -> int:
-        return len(self._plan.hosts)
+        return len(self._plan.hosts) if self._rejoins is None else self._rejoins.places
 
     # Hosts that are out.
     def _try_hosts_again(self) -> None:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from foreprop.config import Config
 from foreprop.core.barrier import StepBarrier
 from foreprop.core.frames import Peers
-from foreprop.core.manifest import Manifest, slice_names
+from foreprop.core.manifest import Manifest
 from foreprop.core.sendqueue import turns_of
 from foreprop.core.server_machine import ServerMachine
+from foreprop.core.shards import slice_names
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure

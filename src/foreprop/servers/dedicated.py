@@ -91,7 +91,7 @@ def publish_session(
     published = PublishedSession(
         session_id=session_id,
         foreprop=__version__,
-        world_size=world.size,
+        world_size=max(world.size, config.max_workers or 0),
         servers=servers,
         nodes=nodes,
         workers_per_node=workers_per_node,

@@ -66,7 +66,8 @@ def _describe_staleness(config: Config) -> str:
 def _describe_counting(config: Config) -> str:
     """If servers may count some workers only."""
     if config.elastic:
-        return " elastic (a worker that dies leaves)"
+        more = "" if config.max_workers is None else f", up to {config.max_workers} workers"
+        return f" elastic (a worker that dies leaves{more})"
     if config.counted_replay is not None:
         return f" counted_replay={config.counted_replay}"
     backups = config.backup_workers

@@ -18,11 +18,18 @@ from foreprop.config.joinaddress import parse_addresses
 from foreprop.core.authentication import QUESTION, ConnectingSide
 from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.manifest import BUFFERS_BLOB
-from foreprop.core.newcomers import JoinBid
+from foreprop.core.newcomers import BEGUN_STEPS, JoinBid
 from foreprop.core.wire import FrameReader, Header, Kind, encode_header
 from foreprop.elastic.admission import Arrival, decode_answer
 from foreprop.elastic.whereabouts import LIMIT_BYTES, Whereabouts, decode_whereabouts
-from foreprop.errors import HandshakeError, RemoteProtocolError, TransportError, decode_failure
+from foreprop.errors import (
+    ConfigError,
+    HandshakeError,
+    RemoteProtocolError,
+    StepTimeout,
+    TransportError,
+    decode_failure,
+)
 from foreprop.hooks.modelhooks import unpack_into
 from foreprop.link.connection import Connection, bounded, nothing
 from foreprop.link.stream import connect
@@ -46,13 +53,26 @@ _ANSWER_S = 5.0
 def connect_to_all(connections: Connections, world: World, config: Config) -> None:
     """Connect to all servers of the session, when this rank's place is free at each of them.
 
-    Raises `HandshakeError` if it is not within ``join_timeout_s``, or for another cluster.
+    Raises `HandshakeError` if it is not within ``join_timeout_s``, or for another cluster, and
+    `ConfigError` for a rank that there cannot be.
     """
+    _check_rank(world, config)
     found = _find(world.rank, config, connections)
     connections.session_id, connections.places = found.session, list(found.places)
     for server, place in enumerate(found.places):
         about = (server, place.session, place.host, place.port)
         connections.streams.append(greet_at(connections, config, world.rank, *about))
+
+
+def _check_rank(world: World, config: Config) -> None:
+    most = max(world.size, config.max_workers or 0)
+    if world.rank < most:
+        return
+    more = f", or of one of those that may come, {world.size} to {most - 1}"
+    raise ConfigError(
+        f"RANK is {world.rank}, WORLD_SIZE {world.size} and max_workers {config.max_workers}: a"
+        f" newcomer has the RANK of a worker that was lost{more if most > world.size else ''}"
+    )
 
 
 def _find(rank: int, config: Config, connections: Connections) -> Whereabouts:
@@ -104,7 +124,7 @@ def _where_taken(rank: int, config: Config, found: Whereabouts) -> str:
         if rank not in ask(place.host, place.port, rank, config).free:
             return (
                 f"rank {rank} wants to join, and is in the session, as server {server} sees it: a"
-                " newcomer takes the RANK of a worker that was lost"
+                " newcomer takes the RANK of a worker that was lost, or a new one below max_workers"
             )
     return ""
 
@@ -156,7 +176,7 @@ class Entry:
     kinds = frozenset({Kind.WELCOME, Kind.JOIN})
 
     def __init__(self, engine: WorkerEngine) -> None:
-        self.bid = JoinBid(len(engine.connections))
+        self.bid = JoinBid(len(engine.connections), begun=BEGUN_STEPS)
         self.welcomes = 0
         self.said: bool | None = None
         """What the last round of questions has come to."""
@@ -215,11 +235,7 @@ def enter(backend: ServedBackend, parameters: Sequence[ManagedParameter]) -> int
         engine.send_message(server, Kind.MANIFEST, 0, CONTROL_PRIORITY, manifest)
     servers = len(engine.connections)
     entry.wait(lambda: entry.welcomes == servers, "the servers to look at its manifest")
-    entry.ask()
-    while not entry.said:
-        if entry.ending:
-            raise HandshakeError(f"rank {engine.rank} cannot join: the session is ending")
-        entry.ask()
+    _ask_until_promised(entry, engine)
     first, newest = entry.bid.step, entry.bid.newest
     for parameter in parameters:
         if isinstance(parameter, SynchronisedParameter):
@@ -245,6 +261,25 @@ def enter(backend: ServedBackend, parameters: Sequence[ManagedParameter]) -> int
             parameter.receive_initial_value()
     LOGGER.info("rank %d has joined, and counts from step %d on", engine.rank, first)
     return first
+
+
+def _ask_until_promised(entry: Entry, engine: WorkerEngine) -> None:
+    """Returns with a first step. Waits while the others make the steps before it may have one."""
+    limit_s, newest, since_s = engine.config.step_timeout_s, -1, 0.0
+    while not entry.said:
+        if entry.ending:
+            raise HandshakeError(f"rank {engine.rank} cannot join: the session is ending")
+        if entry.bid.newest != newest:
+            newest, since_s = entry.bid.newest, time.monotonic()
+        elif entry.bid.is_early and time.monotonic() > since_s + limit_s:
+            raise StepTimeout(
+                f"rank {engine.rank} wants to join, and the others have been in step {newest + 1}"
+                f" for {limit_s:g} s (step_timeout_s): they take in nobody before step"
+                f" {BEGUN_STEPS} is made"
+            )
+        if entry.said is False and entry.bid.is_early:
+            time.sleep(_AGAIN_S)
+        entry.ask()
 
 
 def _order_of(engine: WorkerEngine, said: dict[int, Arrival]) -> list[int]:

@@ -128,6 +128,7 @@ class Connections:
         """What decides who listens and who connects."""
         return {
             "world size": self._world.size,
+            "max_workers": self._config.max_workers,
             "architecture": "ps" if self._config.dedicated_servers else "p2p",
             "workers_per_node": self.workers_per_node,
             "servers_per_node": self._config.servers_per_node,
@@ -147,7 +148,7 @@ class Connections:
             task = ServerTask(
                 index=index,
                 session_id=self.session_id,
-                world_size=self._world.size,
+                world_size=max(self._world.size, self._config.max_workers or 0),
                 config=asdict(self._config),
                 node=self.node,
                 workers_per_node=self.workers_per_node,

@@ -27,7 +27,8 @@ from foreprop.config import Config
 from foreprop.link.pacing import unlink_links
 from foreprop.link.stream import SocketStream, Stream
 from foreprop.servers.nocompiler import do_without_compiler
-from foreprop.servers.processes import REPORT_S, RelayTask, ServerTask, node_links
+from foreprop.servers.processes import REPORT_S, ServerTask, node_links
+from foreprop.servers.relaytask import RelayTask
 
 if TYPE_CHECKING:
     from foreprop.path.server import Server

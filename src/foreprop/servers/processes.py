@@ -18,6 +18,7 @@ from foreprop.config import Config, child_environment
 if TYPE_CHECKING:
     from foreprop.link.pacing import NodeLinks
     from foreprop.servers.main import ThreadServer
+    from foreprop.servers.relaytask import RelayTask
 
 REPORT_S = 10.0
 
@@ -34,23 +35,6 @@ class ServerTask:
     workers_per_node: int
     shares_node: bool = True
     """Whether other processes of the session are on its (emulated) node."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelayTask:
-    """What a node's relay process is told on its command line."""
-
-    session_id: str
-    world_size: int
-    config: dict[str, object]
-    node: int
-    workers_per_node: int
-    server_names: list[str]
-    """Of all servers, by index, for messages."""
-    server_nodes: list[int]
-    """Which (emulated) node each is on."""
-    nonces: list[str]
-    """Of the connections to them, in hexadecimal, if those are to be encrypted; else none."""
 
 
 class ProcessServer:
@@ -71,7 +55,7 @@ class ProcessServer:
             str(read_end),
             json.dumps(asdict(task)),
         ]
-        if isinstance(task, RelayTask):
+        if not isinstance(task, ServerTask):
             command.append("--relay")
         if threading.current_thread() is threading.main_thread():
             command.append("--die-with-parent")  # the kernel would take another thread's end for it

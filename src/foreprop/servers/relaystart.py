@@ -10,7 +10,8 @@ from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.link.stream import listen
 from foreprop.servers.launch import parse_address
-from foreprop.servers.processes import ProcessServer, RelayTask
+from foreprop.servers.processes import ProcessServer
+from foreprop.servers.relaytask import RelayTask
 
 if TYPE_CHECKING:
     from foreprop.servers.launch import Connections

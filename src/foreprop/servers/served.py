@@ -159,7 +159,7 @@ class ServedBackend:
                 if info.rows and info.init is None:
                     table = self._setup.parameters[number].detach()
                     self.rows.send_row_values(number, 0, table)
-            if self._setup.world.size > 1:
+            if self.engine.manifest.most_workers > 1:
                 for number, tensors in enumerate(shared, FROZEN_BLOB):
                     self.engine.publish_blob(number, 0, pack(tensors))
         else:

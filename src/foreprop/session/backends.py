@@ -253,7 +253,8 @@ def connect(training: Training, row_wise: Collection[str], needs: Needs) -> None
         is_scaled=scaled,
     )
     training.buffers = SharedBuffers(user.buffers, backends.engines[0], training.world)
-    training.publishes_buffers = bool(user.buffers) and training.buffers.publishes
+    grows = training.world.rank == 0 and setup.config.max_workers is not None
+    training.publishes_buffers = bool(user.buffers) and (training.buffers.publishes or grows)
     training.life.connected = True
     try:
         for index, (name, parameter, _) in enumerate(user.named):

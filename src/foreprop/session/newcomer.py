@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foreprop.errors import InternalError
+from foreprop.link.stream import is_loopback
 from foreprop.servers.entering import keeps_buffers
 from foreprop.servers.served import ServedBackend
 
@@ -29,8 +30,20 @@ def begin_elastic(training: Training) -> None:
             vars(training.buffers)["fetch"] = lambda step: None
         elif training.world.rank == 0:
             training.buffers.fetch(0)  # as the other ranks do
+    if training.config.max_workers is not None:
+        _warn_of_strangers(training, backend)
     if backend.directory is not None:
         backend.directory.tell()
+
+
+def _warn_of_strangers(training: Training, backend: ServedBackend) -> None:
+    """The start has done so if there were several machines by then (`World.use_secret`)."""
+    world, address = training.world, backend.connections.address
+    known = training.config.secret_file is not None or world.size > world.local_size
+    if world.rank == 0 and not known and not is_loopback(address):
+        from foreprop.cluster.seal import report_no_secret
+
+        report_no_secret()
 
 
 def joined_at(training: Training) -> int | None:

@@ -87,7 +87,7 @@ class ConnectedSnapshots:
 
     def left(self) -> list[int]:
         found = (getattr(each, "notices", None) for each in self._training.backends.all)
-        return sorted({rank for one in found if one is not None for rank in one.gone})
+        return sorted({n for one in found if one is not None for n in (*one.gone, *one.added)})
 
     def exchange(self, name: str, mine: str, what: str) -> list[str]:
         if self._training.config.join is not None:

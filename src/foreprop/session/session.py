@@ -215,7 +215,7 @@ def parallelize(
 
         refuse(model=model, optimizer=optimizer, scaler=scaler)
     config = config or Config.resolve(preset, **settings)
-    alone = is_alone() if world is None else world.size == 1
+    alone = config.max_workers is None and (is_alone() if world is None else world.size == 1)
     model = bare_model(model, alone=alone)
     optimizer = bare_optimizer(optimizer)
     lone = world is None and alone and not needs_servers(model, optimizer, config)
@@ -245,7 +245,7 @@ def connect(
         check_elastic(config)
     world = world or current_world(config.join_timeout_s, joins=config.join)
     session = ConnectedSession(model, optimizer, world, config, scaler)
-    if session.rank == 0 and session.world_size > 1:
+    if session.rank == 0 and (session.world_size > 1 or config.max_workers):
         LOGGER.info("%s", session.describe())
     return session
 
