@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foreprop.errors import InternalError
-from foreprop.servers.entering import keeps_buffers
 from foreprop.servers.served import ServedBackend
 
 if TYPE_CHECKING:
@@ -25,10 +24,7 @@ def begin_elastic(training: Training) -> None:
     if backend.joined_at is not None:
         training.completed = backend.joined_at - 1
         training.first.is_over = True  # the others have chosen, and ranked the parameters
-        if not keeps_buffers(backend):  # rank 0's of the start have gone with its node
-            vars(training.buffers)["fetch"] = lambda step: None
-        elif training.world.rank == 0:
-            training.buffers.fetch(0)  # as the other ranks do
+        vars(training.buffers)["fetch"] = lambda step: None  # they have come with the values
     if backend.directory is not None:
         backend.directory.tell()
 
