@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import socket
 import threading
@@ -19,6 +20,7 @@ from foreprop.cluster.world import World, current_world
 from foreprop.config import Config
 from foreprop.core.dealing import MemberChange
 from foreprop.core.wire import Kind, encode_header
+from foreprop.elastic.memberblobs import GivenBlobs
 from foreprop.errors import ConfigError, Failure, ForepropError, HandshakeError, TransportError
 from foreprop.link.connection import Connection, greeting
 from foreprop.servers.entering import ask
@@ -48,6 +50,7 @@ from tests.conformance.parity import (
 )
 from tests.countedlogs import counted_by
 from tests.secretfile import secret_file
+from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -224,6 +227,81 @@ def test_two_newcomers_and_one_that_dies_meanwhile(tmp_path: Path) -> None:
     assert joined.stats[0]["members"] == joined.stats[1]["members"] == [0, 1, 2]
 
 
+def with_averages() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Running averages, and a layer that no optimizer has: of each rank another one at first."""
+    model = nn.Sequential(
+        nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)
+    )
+    model[3].requires_grad_(False)
+    rest = [p for name, p in model.named_parameters() if not name.startswith("3.")]
+    return model, torch.optim.SGD(rest, lr=0.1, momentum=0.9)
+
+
+class Shown:
+    """What each rank's model shows in evaluation, before each of its steps."""
+
+    def __init__(self, joined: Joined) -> None:
+        self.by_step: dict[tuple[int, int], Any] = {}
+        self.sessions: dict[int, Any] = {}
+        self.x = torch.randn(4, 5, generator=torch.Generator().manual_seed(8))
+        joined.watch = self.watch
+
+    def watch(self, model: Any, session: Any) -> None:
+        self.sessions[session.rank] = session
+        training = session._training
+
+        def show(module: Any, _: Any) -> None:
+            if module.training and torch.is_grad_enabled():
+                session.flush()
+                copied = copy.deepcopy(module).eval()
+                with torch.no_grad():
+                    self.by_step[session.rank, training.completed + 1] = copied(self.x)
+
+        if session.joined_at is not None:  # as it is at once, and not only when it trains
+            with torch.no_grad():
+                self.by_step[session.rank, 0] = model.eval()(self.x)
+            model.train()
+        model.register_forward_pre_hook(show)
+
+    def check(self, newcomer: int, first: int, of_rank: int, other: int) -> None:
+        wanted = self.by_step[of_rank, first]
+        assert torch.equal(self.by_step[newcomer, first], wanted)
+        assert torch.equal(self.by_step[newcomer, 0], wanted)
+        assert not torch.equal(self.by_step[other, first], wanted), "each has averages of its own"
+
+
+@pytest.mark.parametrize("victim", [0, *long_cases(1)])
+def test_a_newcomer_shows_what_the_lowest_rank_shows(tmp_path: Path, victim: int) -> None:
+    """Also its frozen layer, and where rank 0's node has gone with all that it had."""
+    joined = JoinedBeside(3, {victim: 3}, build=with_averages)
+    shown = Shown(joined)
+    joined.run(tmp_path)
+    lowest, other = (rank for rank in range(3) if rank != victim)
+    shown.check(victim, joined.began[victim], lowest, other)
+
+
+def test_the_next_rank_s_buffers_count_if_the_lowest_one_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has ended the step before the newcomer's first one, and says nothing any more."""
+    joined = Joined(4, {2: 3}, with_averages, dies_too=0)
+    joined.is_time = lambda step: False  # type: ignore[method-assign]
+    shown = Shown(joined)
+    original = GivenBlobs.end_step
+
+    def end_step(self: GivenBlobs, done: int) -> None:
+        if self._engine.rank == 0 and done + 1 in self._coming.values():
+            die(shown.sessions[0])
+        original(self, done)
+
+    monkeypatch.setattr(GivenBlobs, "end_step", end_step)
+    found = joined.run(tmp_path)
+    assert found[0] is None
+    first = joined.began[2]
+    assert joined.stats[1]["left"][0]["step"] == first - 1
+    shown.check(2, first, 1, 3)
+
+
 def test_the_first_layer_is_used_before_a_tenth_of_the_bytes_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,8 +393,15 @@ def test_a_newcomer_that_dies_before_its_first_step_may_come_again(tmp_path: Pat
 class JoinedBeside(Joined):
     """A node is lost with its server, its worker comes again, and then another node is lost."""
 
-    def __init__(self, ranks: int, deaths: dict[int, int], then: int | None = None) -> None:
-        super().__init__(ranks, deaths, buddy_steps=1, architecture="p2p", dedicated_servers=0)
+    def __init__(
+        self,
+        ranks: int,
+        deaths: dict[int, int],
+        then: int | None = None,
+        build: Build | None = None,
+    ) -> None:
+        about = {"buddy_steps": 1, "architecture": "p2p", "dedicated_servers": 0}
+        super().__init__(ranks, deaths, build, **about)
         self.then = then
         if then is not None:
             self.dies_too = then

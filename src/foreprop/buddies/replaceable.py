@@ -69,7 +69,7 @@ class ReplaceableStream:
         elif told.kind == Kind.HYPERPARAMETERS:
             self._numbers.append(frame)
             del self._numbers[:-_NUMBERS_KEPT]
-        elif told.kind == Kind.BLOB:
+        elif told.kind == Kind.BLOB and not told.step:  # those of others are for newcomers
             self._blobs[told.slice] = frame
         elif told.kind == Kind.BYE:
             self._goodbye = [frame]

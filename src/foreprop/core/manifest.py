@@ -86,8 +86,8 @@ MOST_PROCESSES = 2**16
 
 WireDtype = Literal["bfloat16", "float16"]
 
-BUFFERS_BLOB = 0
-"""The number of the blob that holds all buffers; the ones after it are frozen parameters."""
+BUFFERS_BLOB, FROZEN_BLOB = 0, 1
+"""The numbers of the blob that holds all buffers, and of the first of a frozen parameter."""
 
 SCALE = "grad_scale"
 """What a loss is multiplied by: the one number of a group of its own, after the others."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,6 +13,7 @@ from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.manifest import Manifest
 from foreprop.core.newcomers import AnswerJoin, JoinAsked, JoinSettled, MemberJoined
 from foreprop.core.wire import Header, Kind
+from foreprop.elastic.memberblobs import NewcomersBlobs
 from foreprop.elastic.positions import decode_positions
 from foreprop.elastic.whereabouts import LIMIT_BYTES, Whereabouts, decode_whereabouts
 from foreprop.link.connection import Connection, bounded, nothing
@@ -21,6 +21,7 @@ from foreprop.path.joining import GreetingRefused
 
 if TYPE_CHECKING:
     from foreprop.elastic.counting import Counting
+    from foreprop.path.calls import Blobs
     from foreprop.path.executor import Executor
 
 
@@ -33,8 +34,6 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
     """All that are here now, as the server has it."""
     priorities: tuple[tuple[int, int], ...] = ()
     """For the newcomer: of the server's slices, as they were pushed last."""
-    blobs: tuple[int, ...] = ()
-    """For the newcomer: the numbers of those that the server has."""
 
 
 _ARRIVAL = msgspec.json.Decoder(Arrival)
@@ -63,8 +62,6 @@ class Admission:
         self._counting = counting
         self._members = counting.members
         self._where = Whereabouts(manifest.session, ())
-        self.blobs: Callable[[], Collection[int]] = tuple
-        """The numbers of those that are kept here."""
         self._placed: dict[int, int] = {}
         """By newcomer that has been told where loaders are: its first step."""
 
@@ -73,6 +70,10 @@ class Admission:
         self._lock = executor.lock
         executor.doers[AnswerJoin] = self._answer
         executor.doers[MemberJoined] = self._tell
+
+    def passing_on(self, blobs: Blobs) -> NewcomersBlobs:
+        """Also what members have for newcomers."""
+        return NewcomersBlobs(blobs, self._members)
 
     # For who is not here yet.
     def whereabouts(self) -> bytes:
@@ -161,9 +162,7 @@ class Admission:
             *(self._index, rank, step, len(here), len(self._members.ever)),
         )
         told = Arrival(rank, step, here)
-        own = Arrival(
-            rank, step, here, tuple(self._counting.machine.priorities()), tuple(self.blobs())
-        )
+        own = Arrival(rank, step, here, tuple(self._counting.machine.priorities()))
         for member in here:
             data = msgspec.json.encode(own if member == rank else told)
             self._executor.send(member, Kind.JOINED, 0, CONTROL_PRIORITY, 0, data)

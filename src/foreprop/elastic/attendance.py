@@ -8,6 +8,7 @@ worker's node is not asked, for only some would hear it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +20,9 @@ from foreprop.core.dealing import MemberChange, PassProgress
 from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.membershipwords import MembershipWord, MembershipWords
 from foreprop.core.wire import Kind
+from foreprop.elastic.memberblobs import GivenBlobs
 from foreprop.elastic.positions import PassPosition, Positions
+from foreprop.errors import ForepropError
 from foreprop.path.worker import WorkerEngine
 
 Where = Callable[[], tuple[int, PassProgress | None] | None]
@@ -38,6 +41,9 @@ class Attendance:
         self.started = engine.manifest.world_size
         """Ranks of the start; ``workers`` are all that there may be."""
         self.is_newcomer = engine.config.join is not None
+        self.given: GivenBlobs | None = None
+        """What this rank has for newcomers beside positions."""
+        self._ended = False
         self._thread = threading.get_ident()
         self._engine = engine
         self._words = MembershipWords(
@@ -58,6 +64,9 @@ class Attendance:
     def hear_joined(self, rank: int, server: int, step: int) -> None:
         """A server has told that a worker takes part from this step on."""
         self._hear(rank, server, MembershipWord(joins=True, step=step))
+        if self._ended and rank != self.rank and step > self.done:
+            with contextlib.suppress(ForepropError):  # the session is over; closing says so
+                self._tell_at_the_end([(rank, step)])
 
     def _hear(self, rank: int, server: int, word: MembershipWord) -> None:
         with self._engine.lock:
@@ -122,12 +131,20 @@ class Attendance:
         with self._engine.lock:
             coming = [(rank, step) for rank, step in self._words.joining() if step == done + 1]
         self._tell(coming)
+        if self.given is not None:
+            self.given.end_step(done)
 
     def end(self) -> None:
         """This member ends the session: tell who was to join at a step that nobody makes."""
         with self._engine.lock:
             coming = [(rank, step) for rank, step in self._words.joining() if step > self.done + 1]
+            self._ended = True  # of who is told of from now on: when that is heard
+        self._tell_at_the_end(coming)
+
+    def _tell_at_the_end(self, coming: Sequence[tuple[int, int]]) -> None:
         self._tell(coming)
+        if self.given is not None:
+            self.given.end({step for _, step in coming})
 
     def _tell(self, coming: Sequence[tuple[int, int]]) -> None:
         """By rank and first step."""

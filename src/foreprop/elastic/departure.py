@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from foreprop.config import LOGGER
 from foreprop.core.decoding import decoded
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.elastic.admission import Arrival, decode_arrival
 from foreprop.elastic.attendance import Attendance
+from foreprop.elastic.memberblobs import GivenBlobs
 from foreprop.elastic.positions import decode_positions
 from foreprop.elastic.whereabouts import LIMIT_BYTES
 from foreprop.errors import ForepropError
+from foreprop.hooks.modelhooks import ModelBuffers
 from foreprop.link.connection import Connection, bounded
 from foreprop.path.worker import WorkerEngine
 
@@ -47,6 +51,8 @@ class MemberNotices:
         self._gone = dict.fromkeys(range(self._started, self._most), 0)
         """By rank: the step within which it has left, as far as is known; 0: before the start."""
         self.attendance = Attendance(engine)
+        self.given: GivenBlobs | None = None
+        """What this rank has for newcomers."""
         engine.window_steps, engine.end_window = 1, self.attendance.end_step
         close, attendance = engine.close, self.attendance
 
@@ -58,6 +64,15 @@ class MemberNotices:
 
         engine.close = end
         engine.use(self)
+
+    def give(self, buffers: ModelBuffers, frozen: Sequence[torch.Tensor]) -> None:
+        """To newcomers, in an elastic session."""
+
+        def members() -> dict[int, int]:
+            joined = self.joined()
+            return {rank: joined.get(rank, 0) for rank in self.members}
+
+        self.given = self.attendance.given = GivenBlobs(self._engine, members, buffers, frozen)
 
     def room(self, peer: Connection, header: Header) -> memoryview:
         return bounded(header, LIMIT_BYTES)
@@ -87,6 +102,8 @@ class MemberNotices:
             by_server[server] = told
             self._gone[told.rank] = max(self._gone.get(told.rank, -1), told.step)
             members = self.members
+        if first and self.given is not None:
+            self.given.hear_left(told.rank)
         if first and self._engine.rank == members[0]:
             LOGGER.warning(
                 "rank %d has left within step %d: %s; %d of %d workers are left",
@@ -112,6 +129,8 @@ class MemberNotices:
             members = self.members
         self._engine.progress.notify()
         self.attendance.hear_joined(rank, server, step)
+        if self.given is not None:
+            self.given.hear_joined(rank, server, step)
         others = [member for member in members if member != rank]
         if step > before and self._engine.rank == min(others, default=rank):
             LOGGER.warning(

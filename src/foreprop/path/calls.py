@@ -151,10 +151,10 @@ _STEPS_KEPT = 2
 class BlobShelf:
     """Blobs by number and step, and who waits for which. Not thread-safe.
 
-    ``readers``: so many ranks will ask for each frozen parameter, once; None: nobody knows.
+    ``readers``: so many ranks will ask for each frozen parameter, once.
     """
 
-    def __init__(self, *, readers: int | None) -> None:
+    def __init__(self, *, readers: int) -> None:
         self._readers = readers
         self._kept: dict[int, dict[int, bytes]] = {}
         self._waiting: dict[tuple[int, int], list[int]] = {}
@@ -182,13 +182,9 @@ class BlobShelf:
             self._count(which)
         return data
 
-    def kept(self) -> list[int]:
-        """The numbers of those that are here."""
-        return sorted(self._kept)
-
     def _count(self, which: int) -> None:
         handed_out = self._handed_out[which] = self._handed_out.get(which, 0) + 1
-        if which != BUFFERS_BLOB and self._readers is not None and handed_out >= self._readers:
+        if which != BUFFERS_BLOB and handed_out >= self._readers:
             self._kept.pop(which, None)
 
 
@@ -197,12 +193,11 @@ class Blobs:
 
     kinds = frozenset({Kind.BLOB, Kind.BLOB_PULL})
 
-    def __init__(self, manifest: Manifest, executor: Executor, *, readers: int | None) -> None:
+    def __init__(self, manifest: Manifest, executor: Executor, *, readers: int) -> None:
         self._manifest = manifest
-        self._executor = executor
+        self.executor = executor
         self._lock = executor.lock
         self._shelf = BlobShelf(readers=readers)
-        self.kept = self._shelf.kept
 
     def room(self, peer: Connection, header: Header) -> memoryview:
         if header.kind == Kind.BLOB_PULL:
@@ -223,7 +218,7 @@ class Blobs:
         with self._lock:
             peers = self._shelf.put(which_blob(header, self._manifest), header.step, data)
         for peer in peers:
-            self._executor.answer(peer, Kind.BLOB_REPLY, header, data)
+            self.executor.answer(peer, Kind.BLOB_REPLY, header, data)
 
     def pull(self, peer: Connection, header: Header) -> bool:
         """Answer if the blob is here, and say whether it is; or else `hand_out` will."""
@@ -231,7 +226,7 @@ class Blobs:
             which = which_blob(header, self._manifest)
             data = self._shelf.pull(which, header.step, peer.number)
         if data is not None:
-            self._executor.answer(peer.number, Kind.BLOB_REPLY, header, data)
+            self.executor.answer(peer.number, Kind.BLOB_REPLY, header, data)
         return data is not None
 
 

@@ -59,11 +59,15 @@ class Requests:
         """Rank 0's blob of this step; blocks until it is there."""
         self._blobs.pop(which, None)
         self._send(0, Kind.BLOB_PULL, step, CONTROL_PRIORITY, b"", slice_=which)
+        return self.await_blob(which, step, "rank 0")
+
+    def await_blob(self, which: int, step: int, whose: str) -> memoryview:
+        """A blob that is on its way, from a rank in words."""
         what = "frozen parameters" if which else "buffers"
         self._progress.wait_until(
             lambda: which in self._blobs,
             self._timeout_s,
-            lambda: f"rank 0's {what} of step {step}",
+            lambda: f"{whose}'s {what} of step {step}",
         )
         return self._blobs.pop(which)
 

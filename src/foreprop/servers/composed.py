@@ -228,13 +228,9 @@ class _Composition:
         if not executor.peers.are_nodes:
             yield Later({Kind.PACE}, self._make_arrivals)
 
-    def _make_blobs(self, manifest: Manifest, executor: Executor) -> Blobs:
-        """Newcomers need what everybody had from rank 0."""
-        if self._admission is None:
-            return Blobs(manifest, executor, readers=executor.peers.count - 1)
-        blobs = Blobs(manifest, executor, readers=None)
-        self._admission.blobs = blobs.kept
-        return blobs
+    def _make_blobs(self, manifest: Manifest, executor: Executor) -> Service:
+        blobs = Blobs(manifest, executor, readers=executor.peers.count - 1)
+        return blobs if self._admission is None else self._admission.passing_on(blobs)
 
     def _finite_check(self) -> CheckGradient | None:
         if not self._manifest.knobs.aggregation.reports_nonfinite:

@@ -12,12 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
 from foreprop.config import LOGGER, Config
 from foreprop.config.joinaddress import parse_addresses
 from foreprop.core.authentication import QUESTION, ConnectingSide
 from foreprop.core.frames import CONTROL_PRIORITY
-from foreprop.core.manifest import BUFFERS_BLOB
+from foreprop.core.manifest import BUFFERS_BLOB, FROZEN_BLOB
 from foreprop.core.newcomers import BEGUN_STEPS, JoinBid
 from foreprop.core.wire import FrameReader, Header, Kind, encode_header
 from foreprop.elastic.admission import Arrival, decode_answer
@@ -255,7 +256,7 @@ def enter(backend: ServedBackend, parameters: Sequence[ManagedParameter]) -> int
     order = _order_of(engine, said)
     engine.learn_priorities(order)
     _await_most_urgent(entry, engine, order, first, newest)
-    _fetch_blobs(backend, said[0])
+    _receive_blobs(backend, first - 1)
     for parameter in parameters:
         if not isinstance(parameter, SynchronisedParameter):
             parameter.receive_initial_value()
@@ -310,21 +311,13 @@ def _await_most_urgent(
         )
 
 
-def _fetch_blobs(backend: ServedBackend, kept: Arrival) -> None:
-    """Frozen parameters, as rank 0 had them at the start. Raises `HandshakeError`."""
-    from foreprop.servers.served import FROZEN_BLOB
-
-    for number, frozen in enumerate(backend.frozen, FROZEN_BLOB):
-        if number not in kept.blobs:
-            raise HandshakeError(
-                f"rank {backend.engine.rank} cannot join: frozen parameters were on rank 0's node,"
-                " which was lost: give them to the optimizer, or use dedicated_servers"
-            )
-        unpack_into([frozen], backend.engine.fetch_blob(number, 0))
-
-
-def keeps_buffers(backend: ServedBackend) -> bool:
-    """Whether a server has rank 0's buffers of the start, for a newcomer."""
-    notices = backend.notices
-    arrivals = {} if notices is None else notices.arrivals.get(backend.engine.rank, {})
-    return 0 in arrivals and BUFFERS_BLOB in arrivals[0].blobs
+def _receive_blobs(backend: ServedBackend, step: int) -> None:
+    """The lowest member's buffers after this step, and its frozen parameters."""
+    tensors: list[Sequence[torch.Tensor]] = [[frozen] for frozen in backend.frozen]
+    blobs = dict(enumerate(tensors, FROZEN_BLOB))
+    if len(backend.buffers):
+        blobs[BUFFERS_BLOB] = backend.buffers.now()
+    for which, own in blobs.items():
+        unpack_into(own, backend.engine.requests.await_blob(which, step, "the lowest rank"))
+    if backend.notices is not None and backend.notices.given is not None:
+        backend.notices.given.has_own = True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from foreprop.core.manifest import BUFFERS_BLOB, NO_GROUP, Hyperparameters, Manifest
+from foreprop.core.manifest import FROZEN_BLOB, NO_GROUP, Hyperparameters, Manifest
 from foreprop.core.wire import Kind
 from foreprop.hooks.modelhooks import pack, unpack_into
 from foreprop.link.connection import Later
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from foreprop.stragglers.pace import PaceKeeper
     from foreprop.tables.exchange import RowExchange
 
-FROZEN_BLOB = BUFFERS_BLOB + 1
-"""The number of the first frozen parameter's."""
-
 
 class ServedBackend:
     """Servers sum the gradients, apply the optimizer and send the parameters back."""
@@ -45,7 +42,7 @@ class ServedBackend:
             check_elementwise(setup.optimizer)
         if self._serves:
             check_groups(setup.optimizer)
-        self._setup, self.frozen = setup, setup.frozen
+        self._setup, self.frozen, self.buffers = setup, setup.frozen, setup.buffers
         self.joined_at: int | None = None
         """Of a newcomer: its first step."""
         self._optimizer = setup.optimizer

@@ -34,7 +34,8 @@ def add_members(backend: ServedBackend, world: World) -> None:
     if knobs.backup_workers:
         backend.late = LatePushes(engine)
     if knobs.elastic or knobs.counted_replay:
-        backend.notices = MemberNotices(engine)
+        backend.notices = notices = MemberNotices(engine)
+        notices.give(backend.buffers, backend.frozen)
         keep_attendance(world, backend.notices.attendance)
         if (folder := engine.config.counted_replay) is not None:
             replay_left(backend.notices.attendance, folder, engine)

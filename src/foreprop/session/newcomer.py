@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from foreprop.errors import InternalError
 from foreprop.link.stream import is_loopback
-from foreprop.servers.entering import keeps_buffers
 from foreprop.servers.served import ServedBackend
 
 if TYPE_CHECKING:
@@ -26,10 +25,7 @@ def begin_elastic(training: Training) -> None:
     if backend.joined_at is not None:
         training.completed = backend.joined_at - 1
         training.first.is_over = True  # the others have chosen, and ranked the parameters
-        if not keeps_buffers(backend):  # rank 0's of the start have gone with its node
-            vars(training.buffers)["fetch"] = lambda step: None
-        elif training.world.rank == 0:
-            training.buffers.fetch(0)  # as the other ranks do
+        vars(training.buffers)["fetch"] = lambda step: None  # they have come with the values
     if training.config.max_workers is not None:
         _warn_of_strangers(training, backend)
     if backend.directory is not None:
