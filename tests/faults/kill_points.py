@@ -2,8 +2,10 @@
 
     python -m tests.faults.kill_points --seeds 500
 
-In each session all workers but one die, one after the other, somewhere in a backward pass or some
-milliseconds after. What is left must have the bits that plain arithmetic has by the servers' logs.
+In each session all workers but one die, one after the other, up to two steps apart: somewhere in a
+backward pass or some milliseconds after, or when a part of a push has left. What is left must have
+the bits that plain arithmetic has by the servers' logs. Servers are forked (`tests.process.forked`)
+like all workers, so most of the time goes into training and judging it.
 """
 
 from __future__ import annotations
@@ -15,22 +17,30 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
+from foreprop.core.membership import CountedReplay
 from foreprop.core.slicing import Slice
+from foreprop.core.wire import HEADER_BYTES
 from tests.countedlogs import counted_by
 from tests.leaks import adopt_orphans
-from tests.process.elastic_script import PARAMETERS, Plan, by_arithmetic
+from tests.process.elastic_script import PARAMETERS, SLICE_ELEMS, Plan, by_arithmetic
 from tests.process.harness import ROOT, Run, Zygote, running, torchruns_variables
 from tests.process.train_script import Scenario
 
 SCRIPT = ROOT / "tests" / "process" / "elastic_script.py"
 SERVERS = 2
-_APART_STEPS = 4
+WORKERS = 10
+_DEDICATED = ROOT / "tests" / "process" / "dedicated_script.py"
+_IN_HEADER = HEADER_BYTES / (HEADER_BYTES + 4 * SLICE_ELEMS)
+"""The share of the largest push's bytes."""
+
+Cut = tuple[int, int, int, float]
+RunSeed = Callable[[Zygote, Path, int], list["Survived"]]
 
 
 @dataclass(frozen=True)
@@ -42,28 +52,47 @@ class Survived:
     counted_slices: int
     slices: int
 
+    @property
+    def is_within_a_step(self) -> bool:
+        return 0 < self.counted_slices < self.slices
 
-def plan_of(seed: int, workers: int) -> Plan:
+
+def plan_of(seed: int, workers: int = WORKERS) -> Plan:
     rng = random.Random(seed)
-    victims = rng.sample(range(workers), workers - 1)
-    moments = {
-        str(rank): (
-            3 + _APART_STEPS * place + rng.randrange(2),
-            rng.randrange(PARAMETERS),
-            rng.choice([0.0, 0.001, 0.01]) * rng.random(),
-        )
-        for place, rank in enumerate(victims)
-    }
-    return Plan(steps=3 + _APART_STEPS * workers, deaths=moments)
+    step, deaths, cuts = 2, dict[str, tuple[int, int, float]](), dict[str, Cut]()
+    for rank in rng.sample(range(workers), workers - 1):
+        step += rng.randrange(3)
+        if rng.randrange(2):
+            deaths[str(rank)] = moment(rng, step)
+        else:
+            cuts[str(rank)] = (step, rng.randrange(SERVERS), rng.randrange(4), share_of(rng))
+    return Plan(steps=step + 3, deaths=deaths, cuts=cuts)
 
 
-def start(run: Run, zygote: Zygote, plan: Plan, port: int, workers: int) -> None:
-    """``foreprop server`` and the workers, started as torchrun does, but ended by nobody."""
+def moment(rng: random.Random, step: int) -> tuple[int, int, float]:
+    """In the backward pass, or after."""
+    return step, rng.randrange(PARAMETERS), rng.choice([0.0, 0.001, 0.01]) * rng.random()
+
+
+def share_of(rng: random.Random) -> float:
+    """Of a frame: none of it, a part of its header, or more."""
+    return rng.choice([0.0, _IN_HEADER, 1.0, 1.0, 1.0]) * rng.random()
+
+
+def start(
+    run: Run, zygote: Zygote, plan: Plan, port: int, workers: int, *, forked: bool = False
+) -> None:
+    """``foreprop server`` and the workers, started as torchrun does, but ended by nobody.
+
+    ``forked``: so are the servers.
+    """
     variables = run.environment(Scenario(), PLAN=plan.encode())
     logs = {"FOREPROP_COUNTED_LOG": str(run.folder)}
-    count = ("--count", str(SERVERS))
-    arguments = ("server", "--rendezvous", f"127.0.0.1:{port}", *count)
-    run.foreprop(zygote, {**variables, **logs}, *arguments)
+    arguments = ("server", "--rendezvous", f"127.0.0.1:{port}", "--count", str(SERVERS))
+    if forked:
+        run.start(zygote, {**variables, **logs}, script=_DEDICATED, arguments=arguments)
+    else:
+        run.foreprop(zygote, {**variables, **logs}, *arguments)
     settings = {"FOREPROP_DEDICATED_SERVERS": str(SERVERS), "FOREPROP_ARCHITECTURE": "ps"}
     for rank in range(workers):
         told = torchruns_variables(rank, port, workers, 1)
@@ -85,30 +114,34 @@ def start_again(run: Run, zygote: Zygote, plan: Plan, rank: int, workers: int) -
     run.start(zygote, {**variables, **settings, **told}, script=SCRIPT)
 
 
-def run_plan(zygote: Zygote, folder: Path, plan: Plan) -> list[Survived]:
+def run_plan(
+    zygote: Zygote, folder: Path, plan: Plan, workers: int, *, forked: bool = True
+) -> list[Survived]:
     """One session; raises `AssertionError` where something does not hold."""
-    workers = len(plan.deaths) + 1
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with running(folder) as run:
-        start(run, zygote, plan, store.port, workers)
+        start(run, zygote, plan, store.port, workers, forked=forked)
         command = run.started[0]
         run.wait(90, but=[command])
         del store
         run.wait(30)
         assert len([*run.folder.glob("*.counted")]) == SERVERS
+        assert run.exit_codes[command.pid] == 0, run.output()
         check(run, plan, workers, SERVERS)
         run.check_nothing_left()
-        return [survived(run, plan, int(rank)) for rank in plan.deaths]
+        return [survived(run, rank) for rank in plan.victims]
 
 
 def check(run: Run, plan: Plan, workers: int, servers: int) -> None:
     """What is left has the bits that the servers' logs say."""
     results = run.results()
-    alive = [rank for rank in range(workers) if str(rank) not in plan.deaths]
+    alive = [rank for rank in range(workers) if rank not in plan.victims]
     for rank in alive:
         assert results[rank].get("sha256"), f"rank {rank}: {results[rank]}\n{run.output()}"
-        assert set(results[rank]["stats"]["left"]) == set(plan.deaths), results[rank]["stats"]
-    assert all("died_s" in results[int(rank)] for rank in plan.deaths), "somebody has not died"
+        left = results[rank]["stats"]["left"]
+        assert sorted(map(int, left)) == plan.victims, f"{left}\n{run.output()}"
+    for rank in plan.victims:
+        assert "died_s" in results.get(rank, {}), f"rank {rank} has not died\n{run.output()}"
     pieces = [Slice(*piece) for piece in results[alive[0]]["pieces"]]
     counted = []
     for index in range(servers):
@@ -116,6 +149,7 @@ def check(run: Run, plan: Plan, workers: int, servers: int) -> None:
         counted.append(counted_by(run.folder, index, workers, own))
     for piece in pieces:
         check_sets([counted[piece.server].at(piece.number, s) for s in range(1, plan.steps + 1)])
+    check_cuts(plan, pieces, counted)
     expected = by_arithmetic(workers, plan.steps, pieces, counted)
     assert {results[rank]["sha256"] for rank in alive} == {expected}, run.output()
 
@@ -126,7 +160,16 @@ def check_sets(sets: Sequence[tuple[int, ...]]) -> None:
         assert set(following) <= set(one), (one, following)
 
 
-def survived(run: Run, plan: Plan, victim: int) -> Survived:
+def check_cuts(plan: Plan, pieces: Sequence[Slice], counted: Sequence[CountedReplay]) -> None:
+    """Of who died within a push, that server counts the whole pushes before it, and no more."""
+    for rank, (step, server, whole, share) in plan.cuts.items():
+        own = [piece.number for piece in pieces if piece.server == server]
+        sets = [counted[server].at(number, step) for number in own]
+        counting = sum(int(rank) in ranks for ranks in sets)
+        assert counting == whole, f"rank {rank} sent {whole + share} pushes, {counting} count"
+
+
+def survived(run: Run, victim: int) -> Survived:
     results = run.results()
     died_s = results[victim]["died_s"]
     ended = [[at for at in found["ended_s"] if at > died_s] for found in results.values()]
@@ -137,20 +180,39 @@ def survived(run: Run, plan: Plan, victim: int) -> Survived:
 
 
 def run_seeds(
-    given: argparse.Namespace, run_seed: Callable[[Zygote, Path, int], list[Survived]]
-) -> tuple[list[Survived], int]:
-    """What has died, and in how many sessions."""
-    began, found = time.monotonic(), list[Survived]()
+    zygote: Zygote, folder: Path, seeds: Iterable[int], run_seed: RunSeed, module: str
+) -> list[Survived]:
+    """A session for each; the error of one says how to run it alone."""
+    found = list[Survived]()
+    for seed in seeds:
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            try:
+                found += run_seed(zygote, Path(own), seed)
+            except BaseException as error:
+                error.add_note(f"alone: python -m {module} --first {seed} --seeds 1")
+                raise
+    return found
+
+
+def run_command(given: argparse.Namespace, run_seed: RunSeed, module: str) -> list[Survived]:
+    """Until enough have died; prints in how many sessions."""
+    until, found = time.monotonic() + given.limit_s, list[Survived]()
     dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # opens torch's own pipes
     adopt_orphans()
     zygote = Zygote()
-    seed = given.first
-    while len(found) < given.seeds and time.monotonic() < began + given.limit_s:
+    for seed in itertools.count(given.first):
+        if len(found) >= given.seeds or time.monotonic() > until:
+            break
         with tempfile.TemporaryDirectory() as folder:
-            found += run_seed(zygote, Path(folder), seed)
-        seed += 1
+            found += run_seeds(zygote, Path(folder), [seed], run_seed, module)
     zygote.close()
-    return found, seed - given.first
+    seconds = sorted(each.seconds for each in found)
+    print(
+        f"{len(found)} kill points in {seed - given.first} sessions: all survivors right;"
+        f" {sum(each.is_within_a_step for each in found)} deaths within a step; until the next"
+        f" step's end {statistics.median(seconds):.3f} s in the median, {seconds[-1]:.3f} s at most"
+    )
+    return found
 
 
 def seeds_parser(text: str | None, *, seeds: int) -> argparse.ArgumentParser:
@@ -161,28 +223,13 @@ def seeds_parser(text: str | None, *, seeds: int) -> argparse.ArgumentParser:
     return parser
 
 
-def until_the_next_step(found: Sequence[Survived]) -> str:
-    seconds = sorted(each.seconds for each in found)
-    return (
-        f"until the next step's end {statistics.median(seconds):.3f} s in the median,"
-        f" {seconds[-1]:.3f} s at most"
-    )
+def run_seed(zygote: Zygote, folder: Path, seed: int) -> list[Survived]:
+    return run_plan(zygote, folder, plan_of(seed), WORKERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = seeds_parser(__doc__, seeds=50)
-    parser.add_argument("--workers", type=int, default=10, help="of each session")
-    given = parser.parse_args(arguments)
-
-    def run_seed(zygote: Zygote, folder: Path, seed: int) -> list[Survived]:
-        return run_plan(zygote, folder, plan_of(seed, given.workers))
-
-    found, sessions = run_seeds(given, run_seed)
-    within = sum(0 < each.counted_slices < each.slices for each in found)
-    print(
-        f"{len(found)} kill points in {sessions} sessions: all survivors right;"
-        f" {within} deaths within a step; {until_the_next_step(found)}"
-    )
+    given = seeds_parser(__doc__, seeds=50).parse_args(arguments)
+    run_command(given, run_seed, "tests.faults.kill_points")
     return 0
 
 

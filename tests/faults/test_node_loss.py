@@ -24,4 +24,4 @@ def test_three_of_four_nodes_die_first_rank_0_with_the_rendezvous_store(
         run.wait(90)
         check(run, plan, WORKERS, WORKERS)
         run.check_nothing_left()
-        assert max(survived(run, plan, int(rank)).seconds for rank in plan.deaths) < 10
+        assert max(survived(run, rank).seconds for rank in plan.victims) < 10

@@ -1,18 +1,20 @@
 """A worker of an elastic session that may have to die, and the same by plain arithmetic.
 
 ``PLAN`` is a JSON object (`Plan`), ``RESULTS`` a folder. A worker that has to die does so by
-SIGKILL, somewhere in the backward pass or some milliseconds after, and writes down when.
+SIGKILL, and writes down when: somewhere in the backward pass or some milliseconds after, or when a
+part of a push has left.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,10 @@ from torch.nn import functional as F
 import foreprop
 from foreprop.core.membership import CountedReplay
 from foreprop.core.slicing import Slice
+from foreprop.core.wire import Kind
+from foreprop.link.connection import Connection
+from foreprop.link.stream import SocketStream
+from tests.process.forked import end_process
 
 SLICE_ELEMS = 3000
 PARAMETERS = 6
@@ -36,6 +42,11 @@ class Plan:
     pause_s: float = 0.0
     deaths: dict[str, tuple[int, int, float]] = field(default_factory=dict)
     """By rank: in which step, at which parameter's gradient, and how many seconds after that."""
+    cuts: dict[str, tuple[int, int, int, float]] = field(default_factory=dict)
+    """By rank: in which step, to which server, how many whole pushes have left before it dies, and
+    what share of the next one."""
+    reply_cuts: dict[str, tuple[int, int, int, float]] = field(default_factory=dict)
+    """The same of the server beside it, to which rank, of its replies (`node_script`)."""
     stops: dict[str, int] = field(default_factory=dict)
     """By rank: before which step it stops itself, as Ctrl-Z would."""
     awaits: int = 0
@@ -44,6 +55,10 @@ class Plan:
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
+
+    @property
+    def victims(self) -> list[int]:
+        return sorted(map(int, {*self.deaths, *self.cuts, *self.reply_cuts}))
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -94,6 +109,8 @@ def train(plan: Plan, rank: int, result: dict[str, Any]) -> None:
     ended_s: list[float] = []
     result["ended_s"] = ended_s
     die_at, number, after_s = plan.deaths.get(str(rank), (0, 0, 0.0))
+    if str(rank) in plan.cuts:
+        cut_frame(Kind.PUSH, *plan.cuts[str(rank)], lambda: die(rank, result))
     joined = threading.Event()
     notices = session._training.backends.all[0].notices  # type: ignore[attr-defined]
     notices.attendance.on_membership.append(lambda *_: notices.arrivals and joined.set())
@@ -125,6 +142,33 @@ def train(plan: Plan, rank: int, result: dict[str, Any]) -> None:
 def die(rank: int, result: Mapping[str, Any]) -> None:
     write(rank, {**result, "died_s": time.monotonic()})
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cut_frame(
+    kind: Kind, step: int, peer: int, place: int, share: float, die: Callable[[], object]
+) -> None:
+    """This process will die when this share of a frame's bytes has left.
+
+    The frame is the one with this place, from 0, among those of the kind and step to this peer.
+    """
+    send, send_bytes = Connection.send, SocketStream.send
+    place_of, due = itertools.count(), set[int]()
+
+    def look(self: Connection, kind_: int, flags: int, step_: int, *about: Any) -> None:
+        is_like_it = (kind_, step_, self.number) == (kind, step, peer)
+        if is_like_it and next(place_of) == place:
+            due.add(threading.get_ident())
+        send(self, kind_, flags, step_, *about)
+
+    def cut(self: SocketStream, header: bytes, payload: memoryview) -> None:
+        if threading.get_ident() not in due:
+            send_bytes(self, header, payload)
+            return
+        whole = header + bytes(payload)
+        send_bytes(self, whole[: int(share * len(whole))], memoryview(b""))
+        die()
+
+    Connection.send, SocketStream.send = look, cut  # type: ignore[method-assign]
 
 
 def by_arithmetic(
@@ -159,3 +203,4 @@ def by_arithmetic(
 
 if __name__ == "__main__":
     main()
+    end_process()

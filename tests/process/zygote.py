@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import sys
@@ -23,6 +25,8 @@ import torch.utils.data
 import foreprop
 
 _CLONE_NEWNET = 0x40000000
+_SHARED = "buddies cluster config core elastic link path servers session".split()
+"""Folders of foreprop that sessions with servers load: here once, and not in each process."""
 
 
 def serve() -> dict[str, Any] | None:
@@ -70,9 +74,19 @@ def become(request: dict[str, Any]) -> str:
     return str(request["script"])
 
 
+def load() -> None:
+    getattr(foreprop, "parallelize")  # noqa: B009 - loaded at its first use
+    importlib.import_module("foreprop.cli.server")
+    for folder in _SHARED:
+        package = importlib.import_module(f"foreprop.{folder}")
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    getattr(foreprop, "parallelize")  # noqa: B009 - loaded at its first use: here, once
+    load()
     gc.freeze()  # else each process would look through torch's objects, at the latest as it ends
     wanted = serve()
     if wanted is not None:

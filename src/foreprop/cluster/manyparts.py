@@ -10,22 +10,21 @@ _VALUE_BYTES = 4_194_304
 
 
 def publish_bytes(board: Board, name: str, data: bytes) -> None:
-    starts, key = range(0, len(data), _VALUE_BYTES), board._key(name)
+    starts, key = range(0, len(data), _VALUE_BYTES), board.key_of(name)
     for number, start in enumerate(starts[:-1]):  # each call has a time of its own
-        board._entries.set(f"{key}/{number}", data[start : start + _VALUE_BYTES])
+        board.entries.set(f"{key}/{number}", data[start : start + _VALUE_BYTES])
     last = {f"{key}/{len(starts) - 1}": data[starts[-1] :]} if starts else {}
-    board._entries.set_all({**last, key: str(len(starts))})
-    board._parts[name] = len(starts)
+    board.entries.set_all({**last, key: str(len(starts))})
 
 
 def lookup_bytes(board: Board, name: str, what: str, look: Look | None = None) -> memoryview:
     numbers = decode_parts(board.lookup(name, what, look), what)
-    return memoryview(b"".join(board._wait_for(f"{name}/{n}", what, look) for n in numbers))
+    return memoryview(b"".join(board.wait_for(f"{name}/{n}", what, look) for n in numbers))
 
 
 def forget_bytes(board: Board, name: str) -> None:
-    """Remove this rank's, if there are such."""
-    count = board._parts.pop(name, None)
-    if count is not None:
-        key = board._key(name)
-        board._entries.delete(key, *(f"{key}/{number}" for number in range(count)))
+    """Remove them, if there are such."""
+    if (count := board.peek(name)) is not None:
+        key = board.key_of(name)
+        numbers = decode_parts(count.decode(), name)
+        board.entries.delete(key, *(f"{key}/{number}" for number in numbers))

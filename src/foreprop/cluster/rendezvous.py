@@ -50,19 +50,17 @@ class Board:
         self.key = key
         self.rank = world.rank
         self._size = world.size
-        self._entries = world.raw_entries if raw else world.entries
+        self.entries = world.raw_entries if raw else world.entries
         self._timeout_s = timeout_s
         self._setting = setting
         self._report_s = report_s
         self._look = look
-        self._parts: dict[str, int] = {}
-        """By name: how many there are of the bytes that this rank has published."""
 
     def publish(self, name: str, value: str) -> None:
-        self._entries.set(self._key(name), value)
+        self.entries.set(self.key_of(name), value)
 
-    def _key(self, name: str) -> str:
-        """The board's own, for no name: see `agree_on_session`."""
+    def key_of(self, name: str) -> str:
+        """In ``entries``. The board's own, for no name: see `agree_on_session`."""
         return f"{self.key}/{name}" if name else self.key
 
     def lookup(
@@ -73,11 +71,11 @@ class Board:
         Raises what ``look`` or the board's own raises meanwhile, and `TransportError` if the store
         is gone.
         """
-        return self._wait_for(name, what, look, timeout_s).decode()
+        return self.wait_for(name, what, look, timeout_s).decode()
 
     def peek(self, name: str) -> bytes | None:
         """A value if it is there; raises `TransportError` if the store is gone."""
-        return self._entries.maybe_get(self._key(name))
+        return self.entries.maybe_get(self.key_of(name))
 
     def exchange(self, name: str, mine: str, what: str) -> list[str]:
         """What every rank publishes under this name, by rank."""
@@ -92,7 +90,7 @@ class Board:
         while missing := self.missing(what):
             self._check(None)
             if time.monotonic() > deadline:
-                self._entries.check_refused(self._key(f"{what}/{missing[0]}"))
+                self.entries.check_refused(self.key_of(f"{what}/{missing[0]}"))
                 raise StepTimeout(
                     f"rank {self.rank} waited {self._timeout_s:g} s ({self._setting}) for"
                     f" rank {', '.join(map(str, missing))}, which has not {what}; does every rank"
@@ -103,22 +101,22 @@ class Board:
 
     def missing(self, name: str) -> list[int]:
         """The ranks that have published nothing under this name."""
-        check = self._entries.check
+        check = self.entries.check
         try:
-            return [r for r in range(self._size) if not check(self._key(f"{name}/{r}"))]
+            return [r for r in range(self._size) if not check(self.key_of(f"{name}/{r}"))]
         except TransportError as error:
             raise TransportError(f"rank {self.rank} {error}") from error
 
     def forget(self, name: str) -> None:
         """Remove a value that nobody will look up any more."""
-        self._entries.delete(self._key(name))
+        self.entries.delete(self.key_of(name))
 
     # Failures.
     def publish_failure(self, error: BaseException) -> None:
         """For those who cannot be reached otherwise: it is over, and why. The first one counts."""
         text = failure_of(error, by=f"rank {self.rank}").encode().decode()
         with contextlib.suppress(TransportError):  # the store may be what is gone
-            if self._size > 1 and not self._entries.check(self._key(_FAILURE)):
+            if self._size > 1 and not self.entries.check(self.key_of(_FAILURE)):
                 self.publish(_FAILURE, text)
 
     def check_failed(self) -> None:
@@ -134,9 +132,10 @@ class Board:
         for check in filter(None, (look, self._look, self.check_failed)):
             check()
 
-    def _wait_for(
+    def wait_for(
         self, name: str, what: str, look: Look | None, timeout_s: float | None = None
     ) -> bytes:
+        """What `lookup` has, in bytes."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
         report_at, pause_s = started + self._report_s, _FIRST_LOOK_S
@@ -144,7 +143,7 @@ class Board:
             now = time.monotonic()
             self._check(look)
             if now >= started + timeout_s:
-                self._entries.check_refused(self._key(name))
+                self.entries.check_refused(self.key_of(name))
                 raise StepTimeout(
                     f"rank {self.rank} waited {timeout_s:g} s ({self._setting}) for {what}"
                 )
