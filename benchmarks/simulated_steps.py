@@ -2,6 +2,9 @@
 
 python benchmarks/simulated_steps.py docs/results/results.json docs/results/simulated-steps
 
+Prints every record's error. It also takes what it has written itself, whose steps it then simulates
+anew: of ``tensorflow`` and ``wfbp`` docs/results/preset-steps.json has all that is left.
+
 With a third file, records of `foreprop lab simulate` that were written before the lab measured, the
 measured ones are compared with these.
 
@@ -12,6 +15,7 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,24 +28,60 @@ from foreprop.workload.profile import load_profile
 from foreprop.workload.records import Record, read_records
 
 ITERATIONS = 5
+Point = dict[str, float | str]
 
 
-def main(
-    results: str, name: str, predicted: str | None = None
-) -> dict[str, list[dict[str, float | str]]]:
+def main(results: str, name: str, predicted: str | None = None) -> dict[str, list[Point]]:
     """Writes NAME.svg, NAME.png and NAME.json; prints the errors by system."""
+    data = json.loads(Path(results).read_text())
     written = [] if predicted is None else read_records(Path(predicted))
-    points: dict[str, list[dict[str, float | str]]] = {}
-    for record in read_records(Path(results)):
-        known = record.system in SIMULATED_SYSTEMS
-        if known and record.has_usual_slices and not record.cpu_bound:
-            simulated = simulate(record) if predicted is None else find(record, written)
-            points.setdefault(record.system, []).append(compare(record, simulated))
+    points: dict[str, list[Point]] = {}
+    if isinstance(data, dict):
+        for system, compared in data.items():
+            points[system] = [simulate_anew(system, point) for point in compared]
+    else:
+        for record in read_records(Path(results)):
+            known = record.system in SIMULATED_SYSTEMS
+            if known and record.has_usual_slices and not record.cpu_bound:
+                simulated = simulate(record) if predicted is None else find(record, written)
+                points.setdefault(record.system, []).append(compare(record, simulated))
+    for line in table(points):
+        print(line)
     for system, compared in points.items():
         print(system, describe(compared))
     draw(points, name)
     Path(f"{name}.json").write_text(json.dumps(points, indent=1) + "\n")
     return points
+
+
+def simulate_anew(system: str, point: Point) -> Point:
+    """``point``: as it was written, of arrays divided by 16, as all the lab's are."""
+    setting = SimulatedSetting(
+        profile=load_profile(str(point["model"])),
+        systems=(system,),
+        nodes=int(point["nodes"]),
+        compute_s=float(point["compute_s"]),
+        balance=float(point["balance"]),
+        iterations=ITERATIONS,
+        warm_up=1,
+    )
+    (simulated,) = simulate_lab(setting)
+    return point | {"simulated_s": simulated.iteration_s.median}
+
+
+def table(points: dict[str, list[Point]]) -> Iterator[str]:
+    """Every record's error, in Markdown; several of one place beside each other."""
+    cells: dict[tuple[str, int, float], dict[str, list[str]]] = {}
+    for system, compared in points.items():
+        for point in compared:
+            place = (str(point["model"]), int(point["nodes"]), round(float(point["balance"]), 2))
+            error = float(point["simulated_s"]) / float(point["measured_s"]) - 1
+            cells.setdefault(place, {}).setdefault(system, []).append(f"{100 * error:+.1f}")
+    yield "| model | nodes | balance | " + " | ".join(f"`{system}`" for system in points) + " |"
+    yield "|---" * (3 + len(points)) + "|"
+    for (model, nodes, balance), errors in sorted(cells.items()):
+        shown = (", ".join(errors.get(system, [])) for system in points)
+        yield f"| {model} | {nodes} | {balance:g} | {' | '.join(shown)} |"
 
 
 def find(record: Record, written: list[Record]) -> Record:
@@ -72,7 +112,7 @@ def simulate(record: Record) -> Record:
     return simulated
 
 
-def compare(record: Record, simulated: Record) -> dict[str, float | str]:
+def compare(record: Record, simulated: Record) -> Point:
     """The steps as they were measured and as they are simulated, by the device's compute."""
     return {
         "model": record.model,
@@ -84,7 +124,7 @@ def compare(record: Record, simulated: Record) -> dict[str, float | str]:
     }
 
 
-def describe(compared: list[dict[str, float | str]]) -> str:
+def describe(compared: list[Point]) -> str:
     errors = [float(p["simulated_s"]) / float(p["measured_s"]) - 1 for p in compared]
     absolute = [abs(error) for error in errors]
     return (
@@ -93,12 +133,12 @@ def describe(compared: list[dict[str, float | str]]) -> str:
     )
 
 
-def draw(points: dict[str, list[dict[str, float | str]]], name: str) -> None:
+def draw(points: dict[str, list[Point]], name: str) -> None:
     paths = [Path(f"{name}.{suffix}") for suffix in ("svg", "png")]
     save(partial(_draw_points, points), (6, 6), *paths)
 
 
-def _draw_points(points: dict[str, list[dict[str, float | str]]], figure: Figure) -> None:
+def _draw_points(points: dict[str, list[Point]], figure: Figure) -> None:
     axes = figure.subplots()
     for system, compared in points.items():
         x, y = (

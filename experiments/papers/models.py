@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from experiments.language.training import LanguageSetting, Text, lstm_profile
@@ -33,6 +34,9 @@ class ParallaxModel:
     unit: str
     together: tuple[tuple[str, float], ...] = ()
     """By table, the share of rows that a machine's workers touch together."""
+    listed: tuple[tuple[str, float], ...] = ()
+    """By table, the rows of a worker's gradient over all, where a word that occurs twice is in it
+    twice: TensorFlow's lists, which Horovod gathers as they are (horovod/horovod#341, #3328)."""
 
     @property
     def dense_elems(self) -> int:
@@ -41,6 +45,16 @@ class ParallaxModel:
     @property
     def sparse_elems(self) -> int:
         return _elems(array for array in self.profile.arrays if array.alpha is not None)
+
+    @property
+    def as_lists(self) -> Profile:
+        """The profile with as many rows as lists have, not as many as differ."""
+        listed = dict(self.listed)
+        arrays = (
+            msgspec.structs.replace(array, alpha=listed.get(array.name, array.alpha))
+            for array in self.profile.arrays
+        )
+        return replace(self.profile, arrays=tuple(arrays))
 
     @property
     def alpha(self) -> float:
@@ -69,14 +83,15 @@ def language_model(setting: LanguageSetting | None = None) -> ParallaxModel:
     texts = [Text(setting, rank) for rank in range(setting.workers)]
     batches = [_rows_of(text) for text in texts]
     shares = [_shares(rows, texts[0].types) for rows in zip(*batches, strict=True)]
-    tables, together = [], []
-    for name, numbers in zip(
-        ("words.weight", "softmax.weight"), zip(*shares, strict=True), strict=True
+    tables, together, listed = [], [], []
+    for name, numbers, rows in zip(
+        ("words.weight", "softmax.weight"), zip(*shares, strict=True), batches[0][0], strict=True
     ):
         alpha, union = (statistics.fmean(each) for each in zip(*numbers, strict=True))
         shape = (texts[0].types, setting.width)
         tables.append(ProfiledArray(name=name, shape=shape, forward_flops=0.0, alpha=alpha))
         together.append((name, union))
+        listed.append((name, rows.numel() / texts[0].types))
     lstm = lstm_profile(setting.width, setting.hidden)
     return ParallaxModel(
         profile=replace(lstm, arrays=(tables[0], *lstm.arrays, tables[1])),
@@ -84,6 +99,7 @@ def language_model(setting: LanguageSetting | None = None) -> ParallaxModel:
         batch=setting.sequences * setting.length,
         unit="words",
         together=tuple(together),
+        listed=tuple(listed),
     )
 
 
@@ -147,6 +163,7 @@ def translation_model(words: torch.Tensor | None = None) -> ParallaxModel:
         batch=size,
         unit="words",
         together=tuple((table.name, union) for table in (encoder_table, decoder_table)),
+        listed=tuple((table.name, size / _TYPES) for table in (encoder_table, decoder_table)),
     )
 
 

@@ -6,7 +6,9 @@ Machines of six workers. ``ps`` is TensorFlow's: all by servers beside the worke
 next step begins, each worker for itself; ``mpi`` all-reduces dense gradients and gathers rows;
 ``hybrid`` is Parallax. What a byte takes a server's processor is fitted to two published figures:
 of dense arrays, to ResNet-50's servers, 1.4 times Parallax's step; of rows, to LM's 9.4 times one
-worker, both on 48. All else follows.
+worker, both on 48. ``horovod`` is the ``mpi`` that the paper had: lists of rows that go through
+OpenMPI and the workers' processors, whose time for a gathered byte is fitted to LM's 6.3 times
+Parallax's step on 36. All else follows.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ from experiments.papers.parallaxcharts import draw
 from experiments.papers.parallaxtables import (
     DENSE_PS_SLOWER,
     FORWARD,
+    HOROVOD,
+    HOROVOD_SLOWER,
+    HOROVOD_SLOWER_LATER,
+    HOROVOD_WORKERS,
     HYBRID,
     MPI,
     NORMALISED,
@@ -47,10 +53,14 @@ _DENSE, _SPARSE = "ResNet-50", "LM"
 
 
 class Costs(NamedTuple):
-    """What each GB takes a server's processor, s."""
+    """What each GB takes a processor, s."""
 
     dense_s_per_gb: float
+    """A server's."""
     row_s_per_gb: float
+    """The same, of tables' rows."""
+    gathered_s_per_gb: float = 0.0
+    """A worker's, of what it gathers of others' rows with ``horovod``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +90,11 @@ class Testbed:
         changes: dict[str, Any] = {} if relays else {"local_aggregation": "off"}
         if system == HYBRID:
             changes["chunk_elems"] = self.chunk_elems // self.scale
+        hosts = Hosts(server_row_byte_s=costs.row_s_per_gb * 1e-9 * self.scale)
+        if system == HOROVOD:
+            hosts = replace(hosts, gathered_byte_s=costs.gathered_s_per_gb * 1e-9 * self.scale)
         setting = SimulatedSetting(
-            profile=model.profile,
+            profile=model.as_lists if system == HOROVOD else model.profile,
             systems=(SYSTEM[system],),
             nodes=machines,
             workers_per_node=self.workers_per_machine,
@@ -97,9 +110,9 @@ class Testbed:
         simulated = simulate_system(
             SYSTEM[system],
             setting,
-            Hosts(server_row_byte_s=costs.row_s_per_gb * 1e-9 * self.scale),
+            hosts,
             steps=uncounted + _STEPS,
-            bucket_bytes=setting.scaled(BUCKET_BYTES) if system == MPI else None,
+            bucket_bytes=setting.scaled(BUCKET_BYTES) if system in (MPI, HOROVOD) else None,
             **changes,
         )
         step_s = simulated.mean_step_s(uncounted)
@@ -112,6 +125,7 @@ class Testbed:
             workers=workers,
             dense_s_per_gb=costs.dense_s_per_gb,
             row_s_per_gb=costs.row_s_per_gb,
+            gathered_s_per_gb=costs.gathered_s_per_gb if system == HOROVOD else 0.0,
             step_s=step_s,
             throughput=workers * model.batch / step_s,
             unit=model.unit,
@@ -146,6 +160,55 @@ def fit_rows(testbed: Testbed, model: ParallaxModel, machines: int) -> float:
     return fitted(step_s, wanted_s, first=(4.0, 6.0), within=_FITTED_TO)
 
 
+def fit_gathered(testbed: Testbed, model: ParallaxModel, machines: int, wanted_s: float) -> float:
+    """s/GB with which an all-gather of lists takes so long a step; no server has any part in it."""
+
+    def step_s(cost: float) -> float:
+        costs = Costs(0.0, 0.0, cost)
+        return testbed.simulate(_SPARSE, model, HOROVOD, machines=machines, costs=costs).step_s
+
+    return fitted(step_s, wanted_s, first=(1.0, 2.0), within=_FITTED_TO)
+
+
+def gathered_costs(
+    testbed: Testbed, model: ParallaxModel, machines: Sequence[int], costs: Costs
+) -> dict[str, float]:
+    """s/GB that make the all-gather as slow as published, and as slow as servers; the first counts.
+
+    On as many machines as the paper has, or on the most.
+    """
+    most = max(machines)
+    published = HOROVOD_WORKERS // testbed.workers_per_machine
+    first = published if published in machines else most
+    about: dict[str, Any] = {"costs": costs}
+    parallax_s = {
+        count: testbed.simulate(_SPARSE, model, HYBRID, machines=count, **about).step_s
+        for count in sorted({first, most})
+    }
+    servers = testbed.simulate(_SPARSE, model, PS, machines=most, relays=False, **about)
+    wanted = {
+        f"{HOROVOD_SLOWER} times Parallax": (first, HOROVOD_SLOWER * parallax_s[first]),
+        f"{HOROVOD_SLOWER_LATER} times": (most, HOROVOD_SLOWER_LATER * parallax_s[most]),
+        "as servers": (most, servers.step_s),
+    }
+    return {
+        f"{name}, {count * testbed.workers_per_machine} workers": fit_gathered(
+            testbed, model, count, wanted_s
+        )
+        for name, (count, wanted_s) in wanted.items()
+    }
+
+
+def fit(testbed: Testbed, known: Mapping[str, ParallaxModel], machines: Sequence[int]) -> Costs:
+    """All three; prints what an all-gather would have to cost."""
+    most, sparse = max(machines), known[_SPARSE]
+    servers = Costs(fit_dense(testbed, known[_DENSE], most), fit_rows(testbed, sparse, most))
+    gathered = gathered_costs(testbed, sparse, machines, servers)
+    for name, cost in gathered.items():
+        print(f"all-gather of lists, {name}: {cost:.3f} s/GB", flush=True)
+    return servers._replace(gathered_s_per_gb=next(iter(gathered.values())))
+
+
 def study(
     models: Mapping[str, ParallaxModel], testbed: Testbed, machines: Sequence[int], costs: Costs
 ) -> Iterator[Point]:
@@ -155,6 +218,7 @@ def study(
         sparse = model.sparse_elems > 0
         for count in sorted(machines, reverse=True):
             asked = [(HYBRID, True)] * sparse + [(PS, False), (MPI, True), (FORWARD, True)]
+            asked += [(HOROVOD, True)] * sparse
             if count == most:
                 asked += [(HYBRID, False)] * sparse + [(PS, True)]
             for system, relays in asked:
@@ -171,19 +235,18 @@ def main(
 ) -> list[Point]:
     """Adds to parallax.json, draws Figs. 12 and 13, prints the tables.
 
-    ``costs``: of dense bytes and of rows, s/GB, as 0.5,5; None: fitted on the most machines.
+    ``costs``: of dense bytes, of rows and of gathered ones, s/GB, as 0.5,5,2; None: fitted.
     """
     folder, known, testbed = Path(out), four_models(), Testbed()
     counts = [int(count) for count in machines.split(",")]
     if costs is None:
-        used = Costs(
-            fit_dense(testbed, known[_DENSE], max(counts)),
-            fit_rows(testbed, known[_SPARSE], max(counts)),
-        )
+        used = fit(testbed, known, counts)
     else:
-        dense, rows = costs.split(",")
-        used = Costs(float(dense), float(rows))
-    print(f"{used.dense_s_per_gb:.3f} s/GB of dense arrays, {used.row_s_per_gb:.3f} of rows")
+        used = Costs(*map(float, costs.split(",")))
+    print(
+        f"{used.dense_s_per_gb:.3f} s/GB of dense arrays, {used.row_s_per_gb:.3f} of rows,"
+        f" {used.gathered_s_per_gb:.3f} of gathered ones"
+    )
     points = read_points(folder / "parallax.json")
     models = {name: known[name] for name in names.split(",")}
     for point in study(models, testbed, counts, used):

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from experiments.papers.parallaxtables import (
     FORWARD,
+    HOROVOD,
     HYBRID,
     MPI,
     NORMALISED,
@@ -35,7 +36,9 @@ LABELS = {
     PS: "servers (TensorFlow's)",
     MPI: "all-reduce, rows gathered",
     FORWARD: "p3, with relays",
+    HOROVOD: "Horovod of 2018",
 }
+_STYLE = {**SYSTEM, HOROVOD: "horovod"}
 
 
 def draw_throughput(points: Sequence[Point], figure: Figure) -> None:
@@ -60,7 +63,7 @@ def _draw_model(axes: Axes, model: str, points: Sequence[Point]) -> None:
     published = published_throughput(model)
     for system, label in LABELS.items():
         found = curve(points, model, system)
-        style = style_of(SYSTEM[system])
+        style = style_of(_STYLE[system])
         if found:
             axes.plot(
                 [point.workers for point in found],

@@ -7,14 +7,26 @@ from pathlib import Path
 
 import msgspec
 
-PS, MPI, HYBRID, FORWARD = "ps", "mpi", "hybrid", "p3"
-SYSTEM = {PS: "tensorflow", MPI: "ddp-sparse", HYBRID: "hybrid", FORWARD: "p3"}
-"""What the simulator calls each."""
+PS, MPI, HYBRID, FORWARD, HOROVOD = "ps", "mpi", "hybrid", "p3", "horovod"
+SYSTEM = {
+    PS: "tensorflow",
+    MPI: "ddp-sparse",
+    HYBRID: "hybrid",
+    FORWARD: "p3",
+    HOROVOD: "ddp-sparse",
+}
+"""What the simulator calls each. ``horovod`` is ``mpi`` as it was in 2018: lists of rows that are
+not added up before, and a processor's time for each gathered byte."""
 NORMALISED: Mapping[str, float] = {"LM": 9.4, "NMT": 17.1, "ResNet-50": 39.8, "InceptionV3": 43.6}
 """Parallax's throughput on 48 workers over one worker's (section 7.3)."""
 TABLE_4: Mapping[str, Sequence[float]] = {"LM": (101, 112, 251, 276), "NMT": (87, 117, 188, 191)}
 """Thousands of words/s on 48 workers: all by servers, with hybrid communication, with local
 aggregation, and with operations placed, too."""
+HOROVOD_SLOWER = 6.3
+"""Horovod takes so many times as long as Parallax for LM (section 7.2), on 36 workers."""
+HOROVOD_WORKERS = 36
+HOROVOD_SLOWER_LATER = 6.02
+"""The same on 48, in the paper's third version (arXiv:1808.02621v3, abstract)."""
 DENSE_PS_SLOWER = 1.4
 """TensorFlow's servers take so many times as long as Parallax for ResNet-50 (section 7.2)."""
 ABLATION = ((PS, False), (HYBRID, False), (HYBRID, True))
@@ -34,6 +46,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     dense_s_per_gb: float
     row_s_per_gb: float
     """Of a server's processor, for what it receives or sends."""
+    gathered_s_per_gb: float = 0.0
+    """Of a worker's processor, for others' rows that it gathers."""
     step_s: float
     throughput: float
     """In ``unit``/s, of all workers."""
@@ -85,11 +99,11 @@ def table_1(sizes: Mapping[str, tuple[int, int, float]], points: Sequence[Point]
 
     ``sizes``: by model its dense elements, its sparse ones and alpha.
     """
-    yield "| model | dense elements | sparse | alpha | `ps` | `mpi` | `hybrid` | `p3` |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| model | dense elements | sparse | alpha | `ps` | `mpi` | `horovod` | `hybrid` | `p3` |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for name, (dense, sparse, alpha) in sizes.items():
         shown = []
-        for system in (PS, MPI, HYBRID, FORWARD):
+        for system in (PS, MPI, HOROVOD, HYBRID, FORWARD):
             found = maybe_largest(points, name, system, relays=system != PS)
             shown.append("" if found is None else f"{found.throughput:,.0f} {found.unit}/s")
         elems = f"{dense / 1e6:.1f} M | {sparse / 1e6:.1f} M"
@@ -118,4 +132,7 @@ def published_throughput(model: str) -> dict[str, float]:
     if model not in TABLE_4:
         return {}
     thousands = TABLE_4[model]
-    return {PS: 1e3 * thousands[0], HYBRID: 1e3 * thousands[-1]}
+    found = {PS: 1e3 * thousands[0], HYBRID: 1e3 * thousands[-1]}
+    if model == "LM":
+        found[HOROVOD] = found[HYBRID] / HOROVOD_SLOWER_LATER
+    return found

@@ -15,6 +15,7 @@ from experiments.papers.fitting import fitted
 from experiments.papers.models import ParallaxModel, language_model, translation_model
 from experiments.papers.parallaxtables import (
     DENSE_PS_SLOWER,
+    HOROVOD_SLOWER,
     NORMALISED,
     Point,
     merged,
@@ -62,6 +63,11 @@ def test_rows_are_counted_once_for_a_machine(model: ParallaxModel) -> None:
         assert table.alpha is not None
         assert table.alpha < together < 3 * table.alpha
     assert model.sparse_elems == 2 * first.rows * 64
+    lists = {array.name: array.alpha for array in model.as_lists.arrays}
+    rows = {"words.weight": 16 * 20, "softmax.weight": 16 * 20 + 200}
+    for name, count in rows.items():
+        assert lists[name] == pytest.approx(count / first.rows)
+    assert lists["words.weight"] > (first.alpha or 0)  # words that occur twice
     assert 0 < model.alpha < 1
 
 
@@ -90,15 +96,19 @@ def test_parallax_s_study_fits_two_costs_and_predicts_all_else(
     monkeypatch.setattr(parallax, "Testbed", lambda: TESTBED)
     points = parallax.main(str(tmp_path), machines="2", names="ResNet-50,LM")
     found = {(p.model, p.system, p.local_aggregation): p for p in points}
-    assert len(found) == len(points) == 4 + 6
+    assert len(found) == len(points) == 4 + 7
     fitted = found["LM", "hybrid", True]
     assert fitted.normalised == pytest.approx(NORMALISED["LM"], rel=0.011)
     assert fitted.row_s_per_gb > 0
     servers, reduced = (found["ResNet-50", s, s != "ps"] for s in ("ps", "mpi"))
     assert servers.step_s == pytest.approx(DENSE_PS_SLOWER * reduced.step_s, rel=0.011)
+    gathered, lists = (found["LM", s, True] for s in ("mpi", "horovod"))
+    assert lists.gathered_s_per_gb > 0 == gathered.gathered_s_per_gb
+    assert lists.step_s == pytest.approx(HOROVOD_SLOWER * fitted.step_s, rel=0.011)
+    assert gathered.step_s < fitted.step_s  # not in the paper: what a processor does is missing
     apart = found["LM", "hybrid", False]
     assert found["LM", "ps", False].throughput < apart.throughput < fitted.throughput
-    again = parallax.main(str(tmp_path), machines="3", names="ResNet-50", costs="0.5,5")
+    again = parallax.main(str(tmp_path), machines="3", names="ResNet-50", costs="0.5,5,2")
     assert len(again) == len(points) + 4  # added to the file
     assert read_points(tmp_path / "parallax.json") == again
     for name in ("throughput", "scaling"):
@@ -123,7 +133,7 @@ def test_parallax_s_tables_have_what_was_published_beside() -> None:
 
     points = [point("ps", False, 1e5), point("hybrid", False, 1.2e5), point("hybrid", True, 3e5)]
     rows = list(table_1({"LM": (9_400_000, 78_500_000, 0.14)}, points))
-    assert rows[2] == "| LM | 9.4 M | 78.5 M | 0.14 | 100,000 words/s |  | 300,000 words/s |  |"
+    assert rows[2] == "| LM | 9.4 M | 78.5 M | 0.14 | 100,000 words/s |  |  | 300,000 words/s |  |"
     assert list(table_4(points))[2] == "| LM | 1.00 (1.00) | 1.20 (1.11) | 3.00 (2.49) |"
     better = point("ps", False, 2e5)
     assert merged(points, [better]) == [*points[1:], better]

@@ -90,6 +90,19 @@ def test_a_node_s_workers_push_each_row_once(system: str) -> None:
     assert sent == pytest.approx(expected_bytes(system, 4, 3), rel=0.06)
 
 
+def test_gathered_bytes_take_a_rank_s_processor_one_table_after_the_other() -> None:
+    """Two tables' rows of the three others, of 32 elements and a number each."""
+    asked, cost = setting("ddp-sparse"), 1e-5
+
+    def step_s(hosts: Hosts) -> float:
+        simulated = simulate_system("ddp-sparse", asked, hosts, steps=4, bucket_bytes=2**20)
+        return simulated.mean_step_s(1)
+
+    free, slow = step_s(Hosts()), step_s(Hosts(gathered_byte_s=cost))
+    gathered_bytes = 3 * ROWS * ALPHA * (ROW_ELEMS * 4 + 8)
+    assert slow - free == pytest.approx(2 * gathered_bytes * cost, rel=0.1)
+
+
 def test_counted_rows_of_a_node_come_before_the_formula() -> None:
     """Frequent words are shared more often than rows that are equally likely."""
     assert RowTable(0, ROWS, ROW_ELEMS, ALPHA).touched(3) == pytest.approx(1 - 0.95**3)

@@ -90,6 +90,7 @@ VARIANTS: Mapping[str, Style] = {
     "ddp-tuned": _variant("ddp", "v", "--"),
     "ddp-dense": _variant("ddp", "v", "--"),
     "ddp-sparse": _variant("ddp", "1", "-."),
+    "horovod": _variant("ddp", "2", ":"),
     "torchft": _variant("ddp", "v", "--"),
     "ring-tuned": _variant("ring", "*", "--"),
     "p3-fine": _variant("p3", "d", "--"),

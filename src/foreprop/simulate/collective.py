@@ -81,6 +81,7 @@ class Ring:
         self._lumped = passes / self._messages
         self._hop_s = 2 * cluster.link.latency_s
         self._under_way: dict[Hashable, _Collective] = {}
+        self._processing_until_s: dict[int, float] = {}
         kernel = cluster.hosts.kernel(
             cluster.link,
             connections=1 + beside,
@@ -99,20 +100,26 @@ class Ring:
         """The same for the touched rows of a table: each rank gets all others', and adds them up.
 
         As DDP has gloo do it: what a rank has been given it hands on, `_size` - 1 times. That
-        their numbers are gathered before, and how many there are before that, takes its time.
+        their numbers are gathered before, and how many there are before that, takes its time. What
+        gathered bytes take the rank's processor (`Hosts.gathered_byte_s`) comes last.
         """
         others = self._size - 1
         rows = round(table.alpha * table.rows)
+        size_bytes = rows * (table.row_elems * self._bytes_per_elem + ROW_NUMBER_BYTES)
         if key not in self._under_way:
-            size_bytes = rows * (table.row_elems * self._bytes_per_elem + ROW_NUMBER_BYTES)
             message_bytes = _MESSAGE_BYTES + size_bytes
             self._under_way[key] = _Collective((0,), others, 1, 0.0, message_bytes, {}, {})
         pass_s = self._hop_s + self._hosts.receive_s
         after_s = (_GATHERS - 1) * others * pass_s
         after_s += others * rows * table.row_elems * self._hosts.sum_elem_s
+        processed_s = others * size_bytes * self._hosts.gathered_byte_s
 
         def gathered() -> None:
-            self._clock.at(self._clock.now_s + after_s, lambda _: done())
+            ends_s = self._clock.now_s + after_s
+            if processed_s:
+                ends_s = max(ends_s, self._processing_until_s.get(rank, 0.0)) + processed_s
+                self._processing_until_s[rank] = ends_s
+            self._clock.at(ends_s, lambda _: done())
 
         self._begin(rank, key, gathered)
 

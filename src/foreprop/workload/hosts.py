@@ -72,6 +72,10 @@ class Hosts:
     server_row_byte_s: float | None = None
     """The same where the byte is a table's row's or its number's, looked up and added one by one;
     None: as any other."""
+    gathered_byte_s: float = 0.0
+    """Of a worker's processor for each byte of others' rows that an all-gather brings: copies
+    between devices and memory, and adding up row by row, one table after the other. 0: rows are
+    added up as dense elements are."""
     update_s: float = 60e-6
     """To begin an update, whatever its size."""
     sum_elem_s: float = 0.4e-9
