@@ -14,7 +14,7 @@ from foreprop.elastic.admission import Arrival, decode_arrival
 from foreprop.elastic.attendance import Attendance
 from foreprop.elastic.positions import decode_positions
 from foreprop.elastic.whereabouts import LIMIT_BYTES
-from foreprop.errors import ForepropError
+from foreprop.errors import ForepropError, RemoteProtocolError
 from foreprop.link.connection import Connection, bounded
 from foreprop.path.worker import WorkerEngine
 
@@ -64,13 +64,20 @@ class MemberNotices:
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         if header.kind == Kind.JOINED:
-            self._on_arrival(peer.number, decode_arrival(payload))
+            joined = decode_arrival(payload)
+            self._check_rank(joined.rank)
+            self._on_arrival(peer.number, joined)
             return
         if header.kind == Kind.POSITIONS:
             self.attendance.hear_positions(decode_positions(payload, self._world_size))
             return
         told = decoded(_DEPARTURE, payload, "word of who has left")
+        self._check_rank(told.rank)
         self._on_departure(peer.number, told)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._world_size:
+            raise RemoteProtocolError(f"word of rank {rank} of {self._world_size}")
 
     def _on_departure(self, server: int, told: Departure) -> None:
         self.attendance.hear_left(told.rank, server, told.step)
@@ -87,7 +94,7 @@ class MemberNotices:
             by_server[server] = told
             self._gone[told.rank] = max(self._gone.get(told.rank, -1), told.step)
             members = self.members
-        if first and self._engine.rank == members[0]:
+        if first and members[:1] == [self._engine.rank]:
             LOGGER.warning(
                 "rank %d has left within step %d: %s; %d of %d workers are left",
                 *(told.rank, told.step, told.reason, len(members), self._world_size),
