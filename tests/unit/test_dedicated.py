@@ -98,8 +98,17 @@ def test_a_command_that_does_not_encrypt_as_the_script_refuses(ours: bool, secre
     ],
 )
 def test_an_announcement_says_no_size_without_a_bound(changes: dict[str, Any]) -> None:
+    check_refused(announcement(**changes))
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff", b'{"session_id":"\xff"}', b"[" * 5000])
+def test_an_announcement_of_anything_does_not_end_the_command(text: bytes) -> None:
+    check_refused(text)
+
+
+def check_refused(text: bytes) -> None:
     store, command = HashStore(), Commanded(Config())
-    store.set(KEY, announcement(**changes))
+    store.set(KEY, text)  # type: ignore[arg-type]
     command._join_session(store, 1)  # type: ignore[arg-type]
     assert command.indices == []
     assert command.said[0].startswith("cannot join session 1: ")

@@ -6,6 +6,7 @@ What is in time is decided here by an earliest-deadline schedule that is played 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -286,6 +287,32 @@ def test_a_choice_that_gains_nothing_is_none() -> None:
     enough = checked_enough(needs, carriers_of(1e6), SOME, compute_s=0.3, step_s=lambda _: 9.0)
     assert enough.is_exact
     assert enough.step_s == 9.0
+
+
+def test_one_codec_for_all_is_tried_where_windows_find_nothing_quick() -> None:
+    needs = needs_of([(100_000, 0.01, 0.02)] * 9 + [(100, 0.01, 0.02)], [False] * 9 + [True])
+
+    def step_s(codecs: Sequence[KnownCodec]) -> float:
+        return 0.5 if codecs == (BF16,) * 9 + (NONE,) else 1.0
+
+    enough = checked_enough(needs, carriers_of(1e6), SOME, compute_s=0.3, step_s=step_s)
+    assert enough.codecs == (BF16,) * 9 + (NONE,)
+    assert enough.step_s == 0.5
+
+
+@pytest.mark.timeout(60)
+def test_thousands_of_arrays_are_no_matter_of_minutes() -> None:
+    """As a mixture of experts has; each lossless in its own way."""
+    layers = [(10_000 + number % 97, 1e-4, 2e-4) for number in range(3000)]
+    needs = [
+        need._replace(lossless_share=0.5 + (number * 37 % 1000) / 2000)
+        for number, need in enumerate(needs_of(layers))
+    ]
+    allowed = (NONE, LOSSLESS, BF16, INT8, INT4)
+    enough = just_enough(needs, carriers_of(4e7), allowed, compute_s=compute_of(layers))
+    counts = Counter(codec.session_name for codec in enough.codecs)
+    assert min(counts["int4"], counts["int8"]) > 1000
+    assert enough.step_s <= (1 + TOLERANCE) * compute_of(layers)
 
 
 # What cannot be.

@@ -70,6 +70,15 @@ def test_that_plain_ddp_would_be_as_good_is_told() -> None:
     assert plan.text.endswith("plain DDP would be as good")
 
 
+@pytest.mark.parametrize("name", ["compression", "slice_elems"])
+def test_what_workers_update_is_planned_for_as_any_other(name: str) -> None:
+    """SparseAdam's tables in a session of their own, or Muon."""
+    config = Config(**{name: "auto:lossless" if name == "compression" else "auto"})  # type: ignore[arg-type]
+    plan = plan_session(setting(), config, (), servable=False)
+    assert plan.architecture is None
+    assert "goes on with p2p p3, predicted" in plan.text
+
+
 def test_without_automatic_architecture_only_slices_are_chosen() -> None:
     config = Config(slice_elems="auto")
     plan = plan_session(setting(), config, ())

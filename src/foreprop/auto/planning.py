@@ -268,7 +268,7 @@ def plan_session(
             config=config,
         ).slice_elems
     served = Candidate("p2p", preset_of(config))
-    candidates = [served] if servable else []
+    candidates = [served] if servable or config.architecture != "auto" else []
     if config.architecture == "auto":
         candidates.append(Candidate("hybrid" if row_wise else "ring"))
     steps_s = {

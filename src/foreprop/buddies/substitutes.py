@@ -74,8 +74,12 @@ def decode_substitution(payload: memoryview) -> Substitution:
     return decoded(_SUBSTITUTION, payload, "word of a substitute")
 
 
-def decode_settled(payload: memoryview) -> list[Settled]:
-    return decoded(_SETTLED, payload, "what was settled")
+def decode_settled(payload: memoryview, slices: Sequence[int]) -> dict[int, Settled]:
+    """By slice. Raises `RemoteProtocolError` for what is not of these."""
+    settled = {each.slice: each for each in decoded(_SETTLED, payload, "what was settled")}
+    if settled.keys() != set(slices):
+        raise RemoteProtocolError(f"{len(settled)} slices were settled, not these {len(slices)}")
+    return settled
 
 
 def room_for_words(header: Header) -> memoryview:

@@ -243,7 +243,7 @@ class Survival:
         elif header.kind == Kind.WELCOME:
             loss.welcomed.set()
         else:
-            loss.settled = {each.slice: each for each in decode_settled(payload)}
+            loss.settled = decode_settled(payload, self._own[peer.number])
             loss.is_settled.set()
 
     def _on_substitution(self, peer: Connection, told: Substitution) -> None:

@@ -82,7 +82,8 @@ class StepSettings:
         """Every rank comes to this, and publishes what it has."""
         self._board.publish(f"settings/{self._board.rank}", self._at(step).text)
         found: list[Any] = []
-        with contextlib.suppress(StepTimeout):  # but not of what another rank publishes meanwhile
+        # but not of what another rank publishes meanwhile, nor of what is no JSON
+        with contextlib.suppress(StepTimeout, ValueError):
             for rank in range(self._ranks):
                 text = self._board.lookup(f"settings/{rank}", "its settings", timeout_s=_OTHERS_S)
                 found.append(json.loads(text))

@@ -37,7 +37,6 @@ class ImageStore(SliceStore):
         dgc = [piece for piece in own if kinds[piece.parameter] == "dgc"]
         self._accumulated = coded_slices(manifest, dgc)
         """Their pushes have the momentum."""
-        self._names = [info.name for info in manifest.parameters]
         self._settled = manifest.optimizer.groups
         self._announced: Sequence[Hyperparameters] = ()
         self._plain: dict[int, Hyperparameters] = {}

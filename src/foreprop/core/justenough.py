@@ -16,14 +16,16 @@ raise.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
 from foreprop.core.codec import NONE, kind_of
 from foreprop.core.codecfacts import LOSSLESS, Coded, KnownCodec, codec_named
+from foreprop.core.raises import Raises
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 
@@ -32,9 +34,9 @@ TOLERANCE = 0.04
 ones are up to 0.01 longer than predicted, and are to be within 0.05."""
 MOST_CORES = 4
 """Threads that encode or decode at once in a process, one for each peer."""
-_AS_GOOD = 0.5
-"""Raises that buy at least this share of the best one's seconds per loss are as good."""
 _ROUNDING_S = 1e-12
+_ABOUT_S = 1e-9
+"""By which sums in another order may differ, and more."""
 _PACES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 """Of the links' rate what is counted on: what is urgent waits behind less on links that idle."""
 _WORTHWHILE = 0.95
@@ -59,7 +61,7 @@ class Need(NamedTuple):
         """The codec as it is for this parameter."""
         if self.lossless_share is None or kind_of(codec.name) != LOSSLESS:
             return codec
-        return codec_named(f"{LOSSLESS}:{min(1.0, self.lossless_share):.4f}")
+        return codec_named(f"{LOSSLESS}:{min(1.0, max(1e-4, self.lossless_share)):.4f}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,21 +230,32 @@ def checked_enough(
 ) -> Enough:
     """`just_enough` by the steps that ``step_s`` gives: a model or a simulation, with queues.
 
-    If a step comes out too long, the choice is made again as for slower links. If all do, it is the
-    least lossy of the quickest. All stays exact where
+    If a step comes out too long, the choice is made again as for slower links. If all do, one codec
+    for all is tried, too, and it is the least lossy of the quickest. All stays exact where
     exact steps are within `TOLERANCE` of the compute, or hardly longer than the best choice's. The
     result's step is ``step_s``'s.
     """
     elems = tuple(need.elems for need in needs)
     exact = tuple(allowed[:1]) * len(needs)
-    tried = [Enough(exact, step_s(exact), compute_s, elems)]
-    for pace in _PACES:
+    tried: list[Enough] = []
+    for codecs in chain([exact], _choices(needs, carriers, allowed, compute_s)):
+        if all(codecs != each.codecs for each in tried):
+            tried.append(Enough(codecs, step_s(codecs), compute_s, elems))
         if tried[-1].step_s <= (1 + TOLERANCE) * compute_s:
             return tried[-1]
-        found = just_enough(needs, carriers.slowed(pace), allowed, compute_s=compute_s)
-        if all(found.codecs != each.codecs for each in tried):
-            tried.append(found._replace(step_s=step_s(found.codecs)))
     return _best(tried)
+
+
+def _choices(
+    needs: Sequence[Need], carriers: Carriers, allowed: Sequence[KnownCodec], compute_s: float
+) -> Iterator[tuple[KnownCodec, ...]]:
+    for pace in _PACES:
+        yield just_enough(needs, carriers.slowed(pace), allowed, compute_s=compute_s).codecs
+    for codec in allowed[1:]:  # windows know nothing of queues
+        yield tuple(
+            need.own(codec if codec.facts.exact or not need.stays_exact else allowed[0])
+            for need in needs
+        )
 
 
 def _best(tried: Sequence[Enough]) -> Enough:
@@ -278,9 +291,12 @@ class _Choice:
         self._needs = needs
         self._allowed = allowed
         self._levels = [0] * len(needs)
+        self._raises = Raises()
         self._own = [[need.own(codec) for codec in allowed] for need in needs]
         pairs = zip(needs, self._own, strict=True)
         self._load_s = [[carriers.load_s(n.elems, codec) for codec in own] for n, own in pairs]
+        self._now_s = [loads[0] for loads in self._load_s]
+        """Of the codecs so far."""
         exact = sum(codec.facts.exact for codec in allowed)
         self._useful = [
             _decreasing(loads[: exact if need.stays_exact else len(loads)])
@@ -297,59 +313,51 @@ class _Choice:
 
     def excess_s(self) -> float:
         """By how much the step is longer than the compute."""
-        return self._excess_of(
-            [loads[level] for loads, level in zip(self._load_s, self._levels, strict=True)]
-        )
+        return self._excess_of(self._now_s)
 
     def least_excess_s(self) -> float:
         """With the fewest seconds of each parameter."""
         pairs = zip(self._load_s, self._useful, strict=True)
         return self._excess_of([loads[useful[-1]] for loads, useful in pairs])
 
-    def _excess_of(self, loads_s: Sequence[float]) -> float:
-        busy_s = accumulate(loads_s)
-        excess = (busy - window for busy, window in zip(busy_s, self._window_s, strict=True))
-        return max(excess, default=0.0)
+    def _excess_of(self, loads_s: Sequence[float], first: int = 0) -> float:
+        """Of the windows of parameters ``first`` and later."""
+        excess = map(operator.sub, accumulate(loads_s), self._window_s)
+        return max(islice(excess, first, None), default=0.0)
 
     def make_fit(self, last: int, allowance_s: float) -> None:
-        """Raise some of parameters 0..last until these fit into the window of the last one."""
+        """Raise some of parameters 0..last until these fit into the window of the last one.
+
+        Called for each of them in turn.
+        """
+        self._find_raises(last)
         while True:
-            busy_s = sum(self._load_s[p][self._levels[p]] for p in range(last + 1))
-            missing_s = busy_s - self._window_s[last] - allowance_s
+            missing_s = sum(self._now_s[: last + 1]) - self._window_s[last] - allowance_s
             if missing_s <= _ROUNDING_S:
                 return
-            raised = self._best_raise(last, missing_s)
-            if raised is None:
+            best = self._raises.maybe_best(missing_s)
+            if best is None:
                 return  # by rounding: what is least has been allowed
-            parameter, self._levels[parameter] = raised[0], raised[1]
+            self._set(best.parameter, best.level)
+            self._find_raises(best.parameter)
 
-    def _best_raise(self, last: int, missing_s: float) -> tuple[int, int] | None:
-        """A parameter and its level."""
-        raises = [
-            (self._per_loss(p, level), self._saved_s(p, level), p, level)
-            for p in range(last + 1)
-            for level in self._useful[p]
-            if level > self._levels[p]
-        ]
-        if not raises:
-            return None
-        best = max(raises)[0]
-        good = [each for each in raises if each[0] >= _AS_GOOD * best]
-        enough = [each for each in good if each[1] >= missing_s]
-        if enough:
-            chosen = min(enough, key=lambda each: (each[1], -each[2]))
-        else:
-            chosen = max(good, key=lambda each: (each[1], each[2]))
-        return chosen[2], chosen[3]
+    def _set(self, parameter: int, level: int) -> None:
+        self._levels[parameter] = level
+        self._now_s[parameter] = self._load_s[parameter][level]
 
-    def _saved_s(self, parameter: int, level: int) -> float:
-        loads = self._load_s[parameter]
-        return loads[self._levels[parameter]] - loads[level]
+    def _find_raises(self, parameter: int) -> None:
+        now, loads = self._levels[parameter], self._load_s[parameter]
+        higher = [level for level in self._useful[parameter] if level > now]
+        saved_s = [loads[now] - loads[level] for level in higher]
+        per_loss = [self._per_loss(parameter, level) for level in higher]
+        self._raises.put(parameter, zip(higher, saved_s, per_loss, strict=True))
 
     def _per_loss(self, parameter: int, level: int) -> float:
         before, after = self._allowed[self._levels[parameter]], self._allowed[level]
         lost = (after.loss - before.loss) * self._needs[parameter].elems
-        return self._saved_s(parameter, level) / lost if lost > 0 else math.inf
+        loads = self._load_s[parameter]
+        saved_s = loads[self._levels[parameter]] - loads[level]
+        return saved_s / lost if lost > 0 else math.inf
 
     def take_back(self, allowance_s: float) -> None:
         """The raises that are not needed, those that lose most first."""
@@ -359,10 +367,18 @@ class _Choice:
         )
         for parameter in order:
             chosen = self._levels[parameter]
-            for level in self._useful[parameter]:
-                self._levels[parameter] = level
-                if level == chosen or self.excess_s() <= allowance_s + _ROUNDING_S:
-                    break
+            if chosen:
+                self._lower(parameter, chosen, allowance_s + _ROUNDING_S)
+
+    def _lower(self, parameter: int, chosen: int, most_s: float) -> None:
+        """To the least lossy level with which the step is longer by no more."""
+        loads = self._load_s[parameter]
+        later_s = self._excess_of(self._now_s, parameter)
+        for level in self._useful[parameter]:
+            self._set(parameter, level)
+            about_s = later_s + loads[level] - loads[chosen]
+            if level == chosen or (about_s <= most_s + _ABOUT_S and self.excess_s() <= most_s):
+                return
 
 
 def _decreasing(loads_s: Sequence[float]) -> list[int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -72,7 +72,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 class WindowReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a server has noted in a window, and all workers' paces by rank."""
 
-    slices: int
+    slices: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     """Pushed by all, so often in the window."""
     late_s: tuple[float, ...]
     """By rank: the mean of these pushes' times after the median rank's; negative if before."""

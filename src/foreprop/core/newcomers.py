@@ -22,7 +22,9 @@ all other members say goodbye before step J - 1, the newcomer gets the values th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
+
+import msgspec
 
 from foreprop.core.membership import AnswerSlice, Members
 from foreprop.errors import RemoteProtocolError
@@ -34,6 +36,8 @@ _LAG_STEPS = 2
 BEGUN_STEPS = 1 + _LAG_STEPS
 """When a slice of this step is closed, those that are at the values of the start rest."""
 _MOST_MARGIN_STEPS = 1024
+_Step = Annotated[int, msgspec.Meta(ge=-1, lt=2**32)]
+"""A server says it, and a frame's header has room for no other (`Kind.JOINED`)."""
 
 
 # Events.
@@ -57,10 +61,10 @@ class AnswerJoin(NamedTuple):
     """Say that the step is promised, or 0."""
 
     rank: int
-    step: int
-    least: int
+    step: _Step
+    least: _Step
     """The first one that could have been."""
-    newest: int
+    newest: _Step
     """The last one of which a slice is closed here."""
     ending: bool = False
     """No step can be promised, for some members have said goodbye."""

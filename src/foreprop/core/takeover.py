@@ -16,7 +16,9 @@ the state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from foreprop.errors import RemoteProtocolError
 
@@ -36,7 +38,7 @@ class Settled(NamedTuple):
     """Where a slice goes on."""
 
     slice: int
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     """The newest whose values a survivor has."""
     giver: int
     """The number of the peer that is to send them."""

@@ -17,7 +17,7 @@ from foreprop.elastic.attendance import Attendance
 from foreprop.elastic.memberblobs import GivenBlobs
 from foreprop.elastic.positions import decode_positions
 from foreprop.elastic.whereabouts import LIMIT_BYTES
-from foreprop.errors import ForepropError
+from foreprop.errors import ForepropError, RemoteProtocolError
 from foreprop.hooks.modelhooks import ModelBuffers
 from foreprop.link.connection import Connection, bounded
 from foreprop.path.worker import WorkerEngine
@@ -79,13 +79,20 @@ class MemberNotices:
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         if header.kind == Kind.JOINED:
-            self._on_arrival(peer.number, decode_arrival(payload))
+            joined = decode_arrival(payload)
+            self._check_rank(joined.rank)
+            self._on_arrival(peer.number, joined)
             return
         if header.kind == Kind.POSITIONS:
             self.attendance.hear_positions(decode_positions(payload, self._most))
             return
         told = decoded(_DEPARTURE, payload, "word of who has left")
+        self._check_rank(told.rank)
         self._on_departure(peer.number, told)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._most:
+            raise RemoteProtocolError(f"word of rank {rank} of {self._most}")
 
     def _on_departure(self, server: int, told: Departure) -> None:
         self.attendance.hear_left(told.rank, server, told.step)
@@ -104,7 +111,7 @@ class MemberNotices:
             members = self.members
         if first and self.given is not None:
             self.given.hear_left(told.rank)
-        if first and self._engine.rank == members[0]:
+        if first and members[:1] == [self._engine.rank]:
             LOGGER.warning(
                 "rank %d has left within step %d: %s; %d of %d workers are left",
                 *(told.rank, told.step, told.reason, len(members), self._ever),

@@ -19,8 +19,8 @@ def listen_within(address: str, port_range: str) -> socket.socket:
     for port in ports:
         try:
             return socket.create_server((address, port), family=family, backlog=1024)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
+        except (OSError, ValueError) as error:  # ValueError: of a name that cannot be one
+            if getattr(error, "errno", None) != errno.EADDRINUSE:
                 raise TransportError(f"cannot listen on {address} port {port}: {error}") from error
     raise TransportError(
         f"port_range is {port_range!r}, and all of its {len(ports)} ports are taken at {address}:"

@@ -75,7 +75,7 @@ def listen(address: str, port_range: str | None = None) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, 0), family=family, backlog=1024)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: of a name that cannot be one
         raise TransportError(f"cannot listen on {address}: {error}") from error
 
 
@@ -89,8 +89,8 @@ def connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
             if sock.getsockname() == sock.getpeername():
                 sock.close()  # nobody listens, and the kernel has joined the port to itself
                 raise ConnectionRefusedError("nobody listens")
-        except OSError as error:
-            if time.monotonic() >= deadline:
+        except (OSError, ValueError, OverflowError) as error:  # the others: of what is no address
+            if time.monotonic() >= deadline or not isinstance(error, OSError):
                 raise TransportError(
                     f"no connection to {address} port {port} within {timeout_s:g} s: {error}"
                 ) from error

@@ -77,6 +77,8 @@ class PlanSetting:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value}; it must be positive and finite")
+        if not 0 <= self.latency_s < math.inf:
+            raise ConfigError(f"latency_s is {self.latency_s}; it must be finite and at least 0")
         if not self.servers or min(self.servers) < 0:
             raise ConfigError(
                 f"servers is {list(self.servers)}; it must be numbers from 0, the servers beside"

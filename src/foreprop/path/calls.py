@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from foreprop.core.agreement import describe_groups
 from foreprop.core.barrier import StepBarrier
 from foreprop.core.decoding import decoded
 from foreprop.core.frames import PeerLeft
-from foreprop.core.manifest import BUFFERS_BLOB, Hyperparameters, Manifest
+from foreprop.core.manifest import BUFFERS_BLOB, Hyperparameters, Manifest, Number
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError, TrainingLoopError
 from foreprop.link.connection import Collecting, Connection, bounded, exactly, nothing
@@ -290,7 +291,23 @@ def decode_groups(
     groups = decoded(_GROUPS, payload, "hyperparameters")
     if [sorted(g) for g in groups] != [sorted(g) for g in expected]:
         raise RemoteProtocolError("hyperparameters have other names than at the start")
+    for group, begun_with in zip(groups, expected, strict=True):
+        for name, number in group.items():
+            if not _are_alike(number, begun_with[name]):
+                raise RemoteProtocolError(
+                    f"hyperparameters: {name} is {str(number)[:40]}, and was {begun_with[name]}"
+                )
     return groups
+
+
+def _are_alike(number: Number, other: Number) -> bool:
+    """Whether an optimizer can be told the one where it was told the other."""
+    if isinstance(number, list):
+        return isinstance(other, list) and len(number) == len(other)
+    if number is None or other is None:
+        return number is other
+    # a whole number may be larger than any other
+    return not isinstance(other, list) and abs(number) <= sys.float_info.max
 
 
 HYPERPARAMETERS_LIMIT_BYTES = 1 << 20

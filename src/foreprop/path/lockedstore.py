@@ -21,7 +21,6 @@ class LockedStore(SliceStore):
         self, manifest: Manifest, slices: Sequence[Slice], index: int, *, locks: bool
     ) -> None:
         super().__init__(manifest, slices, index)
-        self._names = [info.name for info in manifest.parameters]
         self._writing = threading.Lock() if locks else contextlib.nullcontext()
         """Held while values or optimizer state change."""
 

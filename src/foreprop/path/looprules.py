@@ -10,8 +10,8 @@ from foreprop.errors import TrainingLoopError
 
 _EDIT_HINT = (
     "Set parallelize(..., update='workers'): then every worker applies the optimizer, and gradients"
-    " may be read, clipped and edited as with DDP (without clip_grad_norm=, clip_grad_value=, ema="
-    " and scaler=, which are for servers)."
+    " may be read, clipped and edited as with DDP. Or leave it to servers, as lossy compression,"
+    " elastic, staleness and backup_workers need it: by clip_grad_norm=, clip_grad_value=, scaler=."
 )
 _ANY_NUMBER_HINT = (
     "Set parallelize(..., update='workers'): then every worker applies the optimizer, and backward"

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -23,6 +22,7 @@ from foreprop.core.slicing import Slice
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.memory import bytes_of
 from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
+from foreprop.path.partoptimizer import PartOptimizer, Step
 from foreprop.path.sums import (
     Extent,
     GradientBuffer,
@@ -43,58 +43,6 @@ from foreprop.path.tensors import (
     is_array,
     state_limit_bytes,
 )
-
-
-class PartOptimizer:
-    """The optimizer of one slice; made for its first update, with the group of that."""
-
-    __slots__ = ("_cls", "_group", "_made", "_options", "_parameter", "_received")
-
-    def __init__(
-        self, cls: type[torch.optim.Optimizer], parameter: torch.nn.Parameter, **options: Any
-    ) -> None:
-        self._cls = cls
-        self._parameter = parameter
-        self._options = options
-        self._made: torch.optim.Optimizer | None = None
-        self._group: Hyperparameters | None = None
-        self._received: dict[str, Any] | None = None  # a state, to be used from the next update
-
-    def prepare(self, group: Hyperparameters) -> torch.optim.Optimizer:
-        """For an update with these numbers, and with a state that has been received since."""
-        if self._made is None:
-            self._made = self._cls([self._parameter], **optimizer_arguments(group), **self._options)
-        elif self._group is not group:
-            self._made.param_groups[0].update(optimizer_arguments(group))
-        self._group = group
-        if self._received is not None:
-            self._made.state[self._parameter] = self._received
-            self._received = None
-        return self._made
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """As the next update will find it."""
-        if self._received is not None:
-            return self._received
-        return {} if self._made is None else self._made.state.get(self._parameter, {})
-
-    def replace_state(self, state: dict[str, Any]) -> None:
-        """From the next update on; an empty one is an optimizer's own at its start."""
-        self._received = state or None
-        if self._received is None:
-            self._made = None
-
-
-def optimizer_arguments(group: Hyperparameters) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    for name, value in group.items():
-        key, _, dtype = name.partition(" ")
-        if dtype:  # the user gave a tensor, see `hyperparameters`
-            arguments[key] = torch.tensor(value, dtype=DTYPES[dtype])
-        else:
-            arguments[key] = tuple(value) if isinstance(value, list) else value
-    return arguments
 
 
 class SliceTensors:
@@ -158,8 +106,9 @@ class SliceStore:
         self._clips = self._aggregation.needs_norm or limit is not None
         optimizer = ELEMENTWISE_OPTIMIZERS.get(manifest.optimizer.name, torch.optim.Optimizer)
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
-        self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(optimizer.step)
+        self._step: Step = inspect.unwrap(optimizer.step)
         self._group_of = [info.group for info in manifest.parameters]
+        self._names = [info.name for info in manifest.parameters]
         self._divisors = [self._world_size if way == "mean" else 1 for way in manifest.reductions()]
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
@@ -285,13 +234,14 @@ class SliceStore:
         groups: Sequence[Hyperparameters],
         coefficient: float,
     ) -> None:
-        optimizer = tensors.optimizer.prepare(groups[self._group_of[tensors.piece.parameter]])
         total = tensors.total if tensors.total is not None else self._total(tensors, ranks)
         if self._clips or coefficient != 1.0:
             self._clip(tensors, total, coefficient)
         dtype = tensors.parameter.dtype
         tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
-        self._step(optimizer)
+        number = tensors.piece.parameter
+        group, name = groups[self._group_of[number]], self._names[number]
+        tensors.optimizer.update(self._step, group, name)
         tensors.parameter.grad = None
         self._keep(tensors, total)
 

@@ -218,6 +218,7 @@ class Supervisor:
                     self._report("waits for a session with dedicated_servers")
 
     def _join_session(self, store: TCPStore, number: int) -> None:
+        from foreprop.cluster.entries import decode_entry
         from foreprop.cluster.seal import open_entry
 
         key = dedicated_key(number)
@@ -226,7 +227,7 @@ class Supervisor:
             if entry is None:
                 self._unsigned.append(number)
                 return
-            published = msgspec.json.decode(entry, type=PublishedSession)
+            published: PublishedSession = decode_entry(entry, PublishedSession, key)
             claimed = store.add(f"{key}/claimed", self._count)
             for index in range(max(0, claimed - self._count), min(claimed, published.servers)):
                 name = f"{key}/server/{index}"
@@ -234,7 +235,7 @@ class Supervisor:
                 if self._seal is not None:
                     made = self._seal.sign(name, made)
                 store.set(name, made)
-        except (dist.DistError, RuntimeError, msgspec.MsgspecError, HandshakeError) as error:
+        except (dist.DistError, RuntimeError, ForepropError) as error:
             self._failed.append(f"session {number}")
             self._report(f"cannot join session {number}: {error}")
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from foreprop.cluster.rendezvous import Board
 from foreprop.config import Config
-from foreprop.errors import ConfigError
+from foreprop.errors import ConfigError, RemoteProtocolError
 from foreprop.hooks.modelhooks import FirstForward, before_forward
 from foreprop.path.optimizer import check_groups, hyperparameters, why_not_elementwise
 from foreprop.path.parameter import SynchronisedParameter
@@ -63,9 +63,8 @@ def settled_beforehand(
     """What is known at `parallelize`; None if the first step is to show it.
 
     ``dense``: whether the optimizer has other parameters than tables by rows, which only servers
-    update. ``collectives``: make the sums, and each rank's engine updates, as servers do
-    otherwise, but parameter by parameter. Raises `ConfigError` for settings that the workers
-    cannot apply.
+    update. ``collectives``: each rank's engine updates, as servers do otherwise, but parameter by
+    parameter. Raises `ConfigError` for settings that the workers cannot apply.
     """
     asked = [name for name in _ON_SERVERS if getattr(config, name) is not None]
     if scaler:
@@ -148,12 +147,12 @@ class SettingsMark:
 
 
 def agree(board: Board, mine: Needs, settled: UpdateChoice | None) -> UpdateChoice:
-    """Every rank's first step: if one of them needs it, all workers update.
-
-    ``settled``: that they do for other reasons.
-    """
+    """If any rank's first step needs it all workers update; ``settled``: for other reasons."""
     said = board.exchange("needs", msgspec.json.encode(mine).decode(), "first optimizer.step()")
-    needs = [_NEEDS.decode(text.encode()) for text in said]
+    try:
+        needs = [_NEEDS.decode(text.encode()) for text in said]
+    except msgspec.MsgspecError as error:
+        raise RemoteProtocolError(f"the store has {said} for ranks' first steps") from error
     norm = any(need.norm for need in needs)
     if settled is not None:
         return UpdateChoice(settled.by_workers, settled.text, norm)

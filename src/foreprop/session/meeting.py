@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import increment_version
 
+from foreprop.cluster.entries import decode_entry
 from foreprop.core.frames import LAST_PRIORITY
 from foreprop.core.wire import Kind
 from foreprop.errors import TrainingLoopError
@@ -43,7 +44,7 @@ def meet(training: Training, where: str) -> None:
         before = training.board(f"meeting/{number - 1}")
         for name in ("come", "settled", "read"):
             before.forget(f"{name}/{training.world.rank}")
-    _check(training, [json.loads(text) for text in said])
+    _check(training, [decode_entry(text, tuple[str, int], what) for text in said])
     training.settle_all()
     board.exchange("settled", "", f"updates before {where}")
     _read_again(training)

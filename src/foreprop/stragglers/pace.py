@@ -92,6 +92,13 @@ class PaceKeeper:
         report = decoded(_REPORT, payload, "a report of paces")
         if not len(report.late_s) == len(report.paces) == self._engine.manifest.world_size:
             raise RemoteProtocolError(f"a report of {len(report.paces)} paces")
+        if not 0 < header.step <= self._engine.steps or header.step % PACE_STEPS:
+            raise RemoteProtocolError(
+                f"a report of step {header.step}, after {self._engine.steps} steps"
+            )
+        order, count = report.paces[0].order, len(self._engine.parameters)
+        if order is not None and sorted(order) != list(range(count)):
+            raise RemoteProtocolError(f"rank 0's order of {count} parameters is {str(order)[:80]}")
         with self._engine.lock:
             before = self._watch.straggler
             changed = self._watch.heard(peer.number, header.step // PACE_STEPS, report)

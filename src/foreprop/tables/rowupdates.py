@@ -15,7 +15,7 @@ import torch
 
 from foreprop.core.manifest import Hyperparameters
 from foreprop.errors import ConfigError
-from foreprop.path.slicestore import optimizer_arguments
+from foreprop.path.partoptimizer import begin_optimizer, optimizer_arguments
 from foreprop.path.tensors import is_array
 from foreprop.tables.table import RowTable, lazy_zeros
 
@@ -108,12 +108,12 @@ class RowOptimizer:
         self, parameter: torch.nn.Parameter, group: Hyperparameters
     ) -> torch.optim.Optimizer:
         """One that has this parameter, and no state but how that begins."""
-        made, arguments = self._made, optimizer_arguments(group)
+        made = self._made
         if made is None or not self._numbers:  # the class makes the state's beginning, if any
-            self._made = made = self._cls([parameter], **arguments)
+            self._made = made = begin_optimizer(self._cls, parameter, group)
         else:
             made.state.clear()
-            made.param_groups[0].update({**arguments, "params": [parameter]})
+            made.param_groups[0].update({**optimizer_arguments(group), "params": [parameter]})
         return made
 
     def state_of(self, numbers: torch.Tensor) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class RowOptimizer:
         if self._begins is not None:
             return self._begins
         parameter = torch.nn.Parameter(torch.zeros(1, self._shape[1], dtype=self._table.dtype))
-        optimizer = self._cls([parameter], **optimizer_arguments(self._group))
+        optimizer = begin_optimizer(self._cls, parameter, self._group)
         state = optimizer.state[parameter]
         self._begins = {
             key: state[key] if key in state else torch.zeros(1, 1, dtype=array.dtype)
