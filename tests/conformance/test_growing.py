@@ -215,15 +215,21 @@ def test_one_worker_alone_has_servers_to_grow_with(tmp_path: Path) -> None:
 def test_it_grows_although_one_is_lost(
     tmp_path: Path, beside: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With its server, where these are beside the workers: the one that came goes on, too."""
-    grown = Grown(3, {3: 4}, deaths={1: 20}, beside=beside)
+    """With its server, where these are beside the workers: those that came go on, too.
+
+    Each of them knows that the other one, which came sooner, has no server either.
+    """
+    grown = Grown(3, {3: 4, 4: 8}, deaths={2: 20}, beside=beside)
     with caplog.at_level(logging.WARNING, "foreprop"):
         grown.run(tmp_path)
     grown.check(tmp_path)
-    assert grown.found.keys() == {0, 2, 3}
-    assert grown.stats[3]["left"][1]["step"] in (20, 21)
-    assert len(grown.stats[3].get("takeovers", ())) == beside
-    assert "3 of 4 workers are left" in caplog.text
+    assert grown.found.keys() == {0, 1, 3, 4}
+    assert grown.stats[4]["left"][2]["step"] in (20, 21)
+    assert len(grown.stats[4].get("takeovers", ())) == beside
+    assert "4 of 5 workers are left" in caplog.text
+    asked = [line for line in caplog.messages if "it is to go on beside" in line]
+    assert len(asked) == 4 * beside
+    assert all(line.endswith("beside rank 0") for line in asked)
 
 
 def test_a_lost_one_comes_back_as_another(tmp_path: Path) -> None:
