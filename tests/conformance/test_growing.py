@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import foreprop
+from foreprop.checkpoints.stored import CheckpointFolder
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.errors import ConfigError, HandshakeError
@@ -83,6 +84,8 @@ class Grown:
         self.pieces: list[Any] = []
         self.errors: list[BaseException] = []
         self.come: Callable[[int], Any] = self.join
+        self.begin: Callable[[Any], Callable[[], object]] = lambda session: lambda: None
+        """Told of each session, it gives what is to be done after each step."""
 
     def run(self, folder: Path) -> None:
         threads = [threading.Thread(target=self._come_when_let, args=(r,)) for r in self.comes]
@@ -126,10 +129,12 @@ class Grown:
             self.servers[:] = session.stats()["servers"]
             self._listen(session)
             self.began[rank] = first = session.joined_at or 1
+            end_step = self.begin(session)
             for step in range(first, STEPS + 1):
                 if session.joined_at is None:
                     self._let_come(step)
                 make_step(model, optimizer, self.by_rank[rank][step - 1])
+                end_step()
                 if self.deaths.get(rank) == step:
                     session.flush()
                     (lose_node if session.stats().get("takeovers") is not None else die)(session)
@@ -210,15 +215,21 @@ def test_one_worker_alone_has_servers_to_grow_with(tmp_path: Path) -> None:
 def test_it_grows_although_one_is_lost(
     tmp_path: Path, beside: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With its server, where these are beside the workers: the one that came goes on, too."""
-    grown = Grown(3, {3: 4}, deaths={1: 20}, beside=beside)
+    """With its server, where these are beside the workers: those that came go on, too.
+
+    Each of them knows that the other one, which came sooner, has no server either.
+    """
+    grown = Grown(3, {3: 4, 4: 8}, deaths={2: 20}, beside=beside)
     with caplog.at_level(logging.WARNING, "foreprop"):
         grown.run(tmp_path)
     grown.check(tmp_path)
-    assert grown.found.keys() == {0, 2, 3}
-    assert grown.stats[3]["left"][1]["step"] in (20, 21)
-    assert len(grown.stats[3].get("takeovers", ())) == beside
-    assert "3 of 4 workers are left" in caplog.text
+    assert grown.found.keys() == {0, 1, 3, 4}
+    assert grown.stats[4]["left"][2]["step"] in (20, 21)
+    assert len(grown.stats[4].get("takeovers", ())) == beside
+    assert "4 of 5 workers are left" in caplog.text
+    asked = [line for line in caplog.messages if "it is to go on beside" in line]
+    assert len(asked) == 4 * beside
+    assert all(line.endswith("beside rank 0") for line in asked)
 
 
 def test_a_lost_one_comes_back_as_another(tmp_path: Path) -> None:
@@ -227,6 +238,24 @@ def test_a_lost_one_comes_back_as_another(tmp_path: Path) -> None:
     grown.run(tmp_path)
     assert grown.found.keys() == {0, 2}
     grown.check(tmp_path)
+
+
+def test_checkpoints_end_when_it_grows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each rank of the start has a part of them, and the one that came has none."""
+    folder = tmp_path / "checkpoints"
+
+    def begin(session: Any) -> Callable[[], object]:
+        if session.joined_at is not None:
+            return lambda: None
+        return foreprop.checkpoint(folder, every=2, session=session).end_step
+
+    grown = Grown(2, {2: 6})
+    grown.begin = begin
+    with caplog.at_level(logging.WARNING, "foreprop"):
+        grown.run(tmp_path)
+    grown.check(tmp_path)
+    assert 2 <= CheckpointFolder(folder).steps()[0] < grown.began[2]
+    assert f"{folder} gets no checkpoints: rank 2 has left or has come later" in caplog.text
 
 
 # The data.

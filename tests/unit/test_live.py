@@ -82,6 +82,14 @@ def test_errors_and_silence_are_told(tmp_path: Path) -> None:
     assert "1 of 3 ranks have left no word yet" in text
 
 
+def test_a_rank_that_came_later_stands_for_none_of_the_start(tmp_path: Path) -> None:
+    ended = [status(rank, state="closed") for rank in range(4)]
+    assert "1 of 3 ranks have left no word yet" in shown(tmp_path, *ended[:2], ended[3])
+    assert not is_over([*ended[:2], ended[3]])
+    assert "left no word" not in shown(tmp_path, ended[2])
+    assert is_over(ended)
+
+
 def test_an_empty_folder_says_what_to_do(tmp_path: Path) -> None:
     text = shown(tmp_path).replace("\n", "")
     assert "No rank has left word" in text

@@ -149,6 +149,10 @@ class MemberNotices:
         """The first steps of those that came later, by rank."""
         return {rank: self._joined_at(rank) for rank in list(self.arrivals)}
 
+    def without_servers(self) -> dict[int, int]:
+        """Those that came later; of one that came before this one the first step may be unknown."""
+        return dict.fromkeys(range(self._started, self._most), 0) | self.joined()
+
     def _joined_at(self, rank: int) -> int:
         return max((each.step for each in self.arrivals.get(rank, {}).values()), default=0)
 

@@ -21,9 +21,14 @@ _LEAST_DIFFERENCE = 0.05
 
 def is_over(statuses: Sequence[RankStatus]) -> bool:
     """Whether every rank of the session has ended."""
-    if not statuses or len(statuses) < statuses[0].world_size:
+    if not statuses or _missing(statuses):
         return False
     return all(status.state in ("closed", "failed") for status in statuses)
+
+
+def _missing(statuses: Sequence[RankStatus]) -> set[int]:
+    """The ranks of the start of which there is no word; others may have come later."""
+    return set(range(statuses[0].world_size)) - {status.rank for status in statuses}
 
 
 def waited_for(statuses: Sequence[RankStatus]) -> int | None:
@@ -53,9 +58,8 @@ def live_page(folder: Path, now_s: float | None = None) -> tuple[RenderableType,
         for status in statuses
         if status.state == "failed"
     ]
-    absent = statuses[0].world_size - len(statuses)
-    if absent:
-        errors.append(Text(f"{absent} of {statuses[0].world_size} ranks have left no word yet"))
+    if missing := len(_missing(statuses)):
+        errors.append(Text(f"{missing} of {statuses[0].world_size} ranks have left no word yet"))
     return Group(_table(statuses, now_s), *errors), is_over(statuses)
 
 

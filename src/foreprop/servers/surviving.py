@@ -98,5 +98,5 @@ def survival_of(engine: WorkerEngine, connections: Connections, notices: MemberN
         return greet_at(connections, engine.config, engine.rank, *about)
 
     nodes = [place.node for place in connections.places]
-    about = (lambda: notices.members, notices.joined, nodes)
+    about = (lambda: notices.members, notices.without_servers, nodes)
     return Survival(engine, reach, connections.address, *about)
