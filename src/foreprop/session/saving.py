@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from foreprop.checkpoints.loop import CheckpointedLoop, SavedSession
+from foreprop.checkpoints.loop import CheckpointedLoop
+from foreprop.checkpoints.savedsession import SavedSession
 from foreprop.checkpoints.stored import CheckpointFolder
 from foreprop.errors import ConfigError
 from foreprop.session import lifetime
