@@ -31,6 +31,7 @@ from tests.conformance.counting_runs import (
     newcomers_world,
     wait_for,
 )
+from tests.conformance.node_losses import BESIDE, lose_node
 from tests.conformance.parity import (
     check_same_bits,
     check_same_optimizer_state,
@@ -119,13 +120,16 @@ class Script:
         self.left_within: dict[int, int] = {}
         self.joined_at: dict[str, int | None] = {}
 
+    @property
+    def has_dedicated(self) -> bool:
+        return bool(self.settings.get("dedicated_servers"))
+
     def run(self) -> Script:
         run_cluster(self.ranks, self._work, timeout_s=120)
         return self
 
     def _work(self, world: World) -> None:
-        has_dedicated = bool(self.settings.get("dedicated_servers"))
-        with dedicated(world) if has_dedicated else contextlib.nullcontext():
+        with dedicated(world) if self.has_dedicated else contextlib.nullcontext():
             try:
                 self._train(world, str(world.rank), {})
             except (Stopped, Died, PeerLost):
@@ -133,7 +137,8 @@ class Script:
                     return
                 try:
                     again = newcomers_world(world.rank, self.ranks)
-                    self._train(again, "again", {"join": ",".join(self.servers)})
+                    with contextlib.suppress(Stopped):
+                        self._train(again, "again", {"join": ",".join(self.servers)})
                 finally:
                     self.back.set()
 
@@ -171,7 +176,7 @@ class Script:
                     make_step(model, optimizer, (x[samples], y[samples]))
                     if self.deaths.get(world.rank) == step and not more:
                         session.flush()
-                        die(session)
+                        (die if self.has_dedicated else lose_node)(session)
                     if step == self.stop_at:
                         loop.wait()
                         raise Stopped
@@ -343,6 +348,26 @@ def test_the_same_script_joins_and_saves(tmp_path: Path, victim: int, resumes: b
     of_second = {name: read for name, read in script.read.items() if name != str(victim)}
     check_once([s for read in of_second.values() for at, _, each in read if at for s in each], 1)
     assert not list(tmp_path.glob("unfinished-*"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
+def test_with_servers_beside_the_workers(tmp_path: Path, victim: int) -> None:
+    """A node is lost with its server, and what is saved has the state that its substitute has."""
+    settings = {**BESIDE, "buddy_steps": 1}
+    script = Script(tmp_path, deaths={victim: 3}, ranks=3, settings=settings, stop_at=14)
+    script.comes_again = True
+    script.run()
+    saved = newest(tmp_path)
+    assert (saved.step, saved.is_whole) == (12, True)
+    wanted = saved.read(SHARED)["sessions"][0]
+    first = script.joined_at["again"]
+    assert script.began["again"] == ((first or 0) - 1, 0, (first or 0) - 1)
+    resumed = Script(tmp_path, ranks=3, settings=settings).run()
+    for values, state in resumed.first.values():
+        check_same_bits(values, {name: wanted["model"][name] for name in values})
+        check_same_optimizer_state(state, wanted["optimizer"])
+    check_once(of_epoch(resumed, 1), deals=1)
 
 
 def test_who_joins_between_two_epochs_begins_with_the_next_one(tmp_path: Path) -> None:
