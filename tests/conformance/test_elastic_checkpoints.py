@@ -254,9 +254,8 @@ def test_checkpoints_go_on_after_a_death_and_so_does_what_is_resumed(
     saved = newest(tmp_path)
     survivors = tuple(rank for rank in range(RANKS) if rank != victim)
     assert (saved.step, saved.ranks, saved.world_size) == (8, survivors, RANKS)
-    ((rank, within),) = saved.left
-    assert rank == victim
-    assert within in (3, 4)
+    left = [(rank, within) for rank, within in saved.left if rank not in saved.ranks]
+    assert left in ([(victim, 3)], [(victim, 4)]), "others may have stopped meanwhile"
     assert f"is of 3 ranks; rank {victim} has left" in caplog.text
     wanted = saved.read(SHARED)["sessions"][0]
     seen = until(before, saved, 0)

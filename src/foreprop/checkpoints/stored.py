@@ -201,14 +201,16 @@ class CheckpointFolder:
         keep: int,
         without: Collection[int] = (),
         left: Sequence[tuple[int, int]] = (),
-    ) -> None:
+    ) -> tuple[int, ...]:
         """When all parts are there: it is complete, and all but the newest ones go.
 
         ``without``: ranks that the values of this step do not count, whatever they have written.
+        Returns the ranks whose parts it has.
         """
         complete = self._complete(unfinished.step)
         if complete.exists() and not unfinished.path.exists():
-            return  # by one that had been taken for lost, which had all parts, too
+            # by one that had been taken for lost, which had all parts, too
+            return self.open(unfinished.step).ranks
         everybody = range(world_size)
         missing = {*unfinished.missing(everybody), *without}
         ranks = tuple(rank for rank in everybody if rank not in missing)
@@ -227,6 +229,7 @@ class CheckpointFolder:
         os.rename(unfinished.path, complete)
         sync_folder(self.path)
         self.remove(self.steps()[keep:])
+        return ranks
 
     def remove(self, steps: Iterable[int]) -> None:
         """Complete ones, each at once as far as anybody sees."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from foreprop.checkpoints.savedsession import SavedSession
@@ -107,7 +107,7 @@ class CheckpointWriter:
                 )
                 return
             raise OSError(f"no part of rank {ranks} within {self._timeout_s:g} s")
-        self._folder.finish(
+        whose = self._folder.finish(
             unfinished,
             self._world_size,
             keep=self._keep,
@@ -115,15 +115,15 @@ class CheckpointWriter:
             left=self._session.left(),
         )
         self._folder.remove_older(unfinished)
-        self._report_absent(unfinished.step)
+        self._report_absent(unfinished.step, whose)
 
-    def _report_absent(self, step: int) -> None:
-        """Once for each that has come to be absent."""
-        absent = set(range(self._world_size)) - set(self._session.present(step))
+    def _report_absent(self, step: int, ranks: Collection[int]) -> None:
+        """Of a checkpoint with these ranks' parts: once for each other one."""
+        absent = {*range(self._world_size)} - {*ranks}
         if absent - self._absent:
             LOGGER.warning(
                 "the checkpoint of step %d in %s is of %d ranks; rank %s has left",
-                *(step, self._folder.path, self._world_size - len(absent)),
+                *(step, self._folder.path, len(ranks)),
                 ", ".join(map(str, sorted(absent))),
             )
         self._absent = absent

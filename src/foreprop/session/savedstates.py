@@ -138,6 +138,8 @@ class ConnectedSnapshots:
 
     def come(self, before: int, numbers: Sequence[Mapping[str, Any]]) -> None:
         self._training.completed_before = before
+        if (attendance := self._attendance) is not None:
+            attendance.changes()  # from now on it knows who had left before it came
         groups = self._training.user.optimizer.param_groups
         for group, others in zip(groups, numbers, strict=True):
             group.update(others)
