@@ -40,6 +40,10 @@ class LinkFactor:
     factor: float
 
 
+class EndAsked:
+    """Answer with the worker's exit code, or None while it runs."""
+
+
 class Stopped:
     """End the worker."""
 
@@ -50,7 +54,9 @@ class _Node:
         self._network = network
         self._worker: subprocess.Popen[bytes] | None = None
 
-    def obey(self, order: object) -> None:
+    def obey(self, order: object) -> int | None:
+        if isinstance(order, EndAsked):
+            return None if self._worker is None else self._worker.poll()
         if isinstance(order, Start):
             self.end()
             with order.log.open("ab") as log:
@@ -67,6 +73,7 @@ class _Node:
             self._worker.send_signal(order.number)
         else:
             self.end()
+        return None
 
     def _set_link(self, factor: float) -> None:
         if factor:
@@ -89,7 +96,6 @@ def serve_node(number: int, connection: Connection, network: Network) -> None:
     node = _Node(number, network)
     try:
         while True:
-            node.obey(connection.recv())
-            connection.send(None)
+            connection.send(node.obey(connection.recv()))
     finally:
         node.end()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from experiments.faults.node import LinkFactor, Signal, Start, Stopped, serve_node
+from experiments.faults.node import EndAsked, LinkFactor, Signal, Start, Stopped, serve_node
 from experiments.faults.systems import FaultSystem, system_of
 from experiments.faults.trial import (
     KILL,
@@ -33,8 +33,8 @@ _REJOIN_S = 60.0
 def run_faults(setting: FaultSetting, folder: Path, say: Callable[[str], None]) -> list[Trial]:
     """One system after the other, each in a cluster of its own.
 
-    Raises `StepTimeout` with the end of a log if a training does not begin, `ConfigError` for a
-    system that is not there.
+    Raises `StepTimeout`, or `PeerLost` if a worker ends, with the end of a log if a training does
+    not begin; `ConfigError` for a system that is not there.
     """
     systems = [system_of(name, setting, folder / name) for name in setting.systems]
     return [_run_system(system, setting, say) for system in systems]
@@ -76,8 +76,8 @@ def _sleep_until(moment_s: float, look: Callable[[float], None]) -> None:
         time.sleep(min(left_s, 1.0))
 
 
-def _moments(lab: _Lab, faults: Sequence[Fault]) -> list[tuple[float, Callable[[], None]]]:
-    acts: list[tuple[float, Callable[[], None]]] = []
+def _moments(lab: _Lab, faults: Sequence[Fault]) -> list[tuple[float, Callable[[], object]]]:
+    acts: list[tuple[float, Callable[[], object]]] = []
     for fault in faults:
         begin, end = lab.acts(fault)
         acts.append((fault.at_s, begin))
@@ -125,10 +125,12 @@ class _Lab:
         return [float(line.split()[1]) for line in lines if len(line.split()) == 2]
 
     def wait_for_steps(self) -> float:
-        """Return the moment when all workers have made a few."""
+        """Return the moment when all workers have made a few; raises `PeerLost` if one ends."""
         deadline = time.monotonic() + _START_S
         ranks = range(self._nodes)
         while min(len(self.ends(rank)) for rank in ranks) < _WARM_STEPS:
+            for rank in ranks:
+                self._check_running(rank)
             if time.monotonic() > deadline:
                 late = min(ranks, key=lambda rank: len(self.ends(rank)))
                 log = self._log(late).read_text()
@@ -139,22 +141,35 @@ class _Lab:
             time.sleep(_LOOK_S)
         return time.monotonic()
 
+    def _check_running(self, rank: int) -> None:
+        code = self._ask(rank, EndAsked())
+        if code is not None:
+            log = self._log(rank).read_text()
+            raise PeerLost(
+                f"rank {rank} of {self._system.name} ended with exit code {code} after"
+                f" {len(self.ends(rank))} steps; {self._system.folder} has the logs:"
+                f" ...{log[-_TAIL:]}"
+            )
+
     def wait_for_rejoin(self, node: int) -> None:
-        """Until it has made a step, if it has started, for a minute at most."""
+        """Until it has made a step, if it has started, or ended; for a minute at most."""
         since_s = self._rejoined_s
         while since_s is not None and time.monotonic() < since_s + _REJOIN_S:
             if any(end >= since_s for end in self.ends(node)):
                 return
+            if self._ask(node, EndAsked()) is not None:
+                return  # its log says why
             time.sleep(_LOOK_S)
 
-    def _ask(self, node: int, order: object) -> None:
+    def _ask(self, node: int, order: object) -> object:
         connection = self._cluster.connections[node]
         connection.send(order)
         answer = connection.recv()
         if isinstance(answer, BaseException):
             raise answer
+        return answer
 
-    def acts(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None] | None]:
+    def acts(self, fault: Fault) -> tuple[Callable[[], object], Callable[[], object] | None]:
         """What begins and what ends it."""
         if fault.name == REJOIN:
             return partial(self._rejoin, fault.node), None

@@ -240,22 +240,20 @@ def test_a_lost_one_comes_back_as_another(tmp_path: Path) -> None:
     grown.check(tmp_path)
 
 
-def test_checkpoints_end_when_it_grows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each rank of the start has a part of them, and the one that came has none."""
+def test_checkpoints_are_of_all_who_have_come(tmp_path: Path) -> None:
+    """Whoever was not there at the start has a part of each from its first step on."""
     folder = tmp_path / "checkpoints"
 
     def begin(session: Any) -> Callable[[], object]:
-        if session.joined_at is not None:
-            return lambda: None
         return foreprop.checkpoint(folder, every=2, session=session).end_step
 
     grown = Grown(2, {2: 6})
     grown.begin = begin
-    with caplog.at_level(logging.WARNING, "foreprop"):
-        grown.run(tmp_path)
+    grown.run(tmp_path)
     grown.check(tmp_path)
-    assert 2 <= CheckpointFolder(folder).steps()[0] < grown.began[2]
-    assert f"{folder} gets no checkpoints: rank 2 has left or has come later" in caplog.text
+    newest = CheckpointFolder(folder).newest(print)
+    assert newest is not None
+    assert (newest.step, newest.ranks, newest.is_whole) == (STEPS, (0, 1, 2), True)
 
 
 # The data.

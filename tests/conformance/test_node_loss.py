@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from foreprop.config import Config
 from foreprop.core.membership import CountedReplay
 from foreprop.core.slicing import Slice
 from foreprop.errors import ConfigError, PeerLost
+from foreprop.servers import surviving
+from foreprop.servers.surviving import greet_at
 from tests.cluster import run_cluster
 from tests.conformance.counting_runs import (
     Died,
@@ -223,6 +227,28 @@ def test_two_nodes_lost_at_once_are_told() -> None:
     both = threading.Barrier(4)
     run_cluster(4, work)
     assert len(told) == 2, told
+
+
+def test_a_substitute_that_is_gone_is_not_waited_for_when_the_session_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its node may go, too: then its port refuses, and the thread that calls there must end."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    asked: list[int] = []
+
+    def look() -> None:
+        asked.append(len(asked))
+        if len(asked) > 1:
+            raise PeerLost("a second node is gone")
+
+    monkeypatch.setattr(surviving, "_TRY_S", 0.1)
+    config = Config(**BESIDE, join_timeout_s=60.0)
+    about: Any = (None, config, 1, 0, "session-0-0", "127.0.0.1", port)
+    started_s = time.monotonic()
+    with pytest.raises(PeerLost, match="a second node is gone"):
+        greet_at(*about, look)
+    assert time.monotonic() - started_s < 30
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,6 +88,7 @@ class Training:
     evaluates: bool = False
     scaled: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    saved: threading.Event = field(default_factory=threading.Event)
 
     def __call__(self, world: World) -> dict[str, Any]:
         with seeded(world.rank):
@@ -112,7 +114,7 @@ class Training:
                     scaler.update()
                     losses.append((loop.step, float(loss.detach()), scaler.get_scale()))
                     if loop.step == self.stop_at:
-                        raise Stopped
+                        self.end(world, loop)
                     schedule.step()
                 if self.evaluates:
                     losses.append((epoch, self.evaluate(model)))
@@ -128,6 +130,14 @@ class Training:
             if session.config.ema is not None:
                 found["ema"] = session.ema_state_dict()
             return found
+
+    def end(self, world: World, loop: Any) -> None:
+        """When the last checkpoint is whole: one that others stop in is not."""
+        loop.wait()
+        if world.rank == 0:
+            self.saved.set()
+        assert self.saved.wait(30)
+        raise Stopped
 
     def evaluate(self, model: nn.Module) -> float:
         model.eval()

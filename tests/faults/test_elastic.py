@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from foreprop.checkpoints.stored import SHARED, CheckpointFolder
 from foreprop.core.slicing import Slice
 from tests.countedlogs import counted_by
 from tests.faults.kill_points import SERVERS, plan_of, run_plan, start, start_again
@@ -28,9 +30,12 @@ def test_five_of_six_workers_are_killed_at_any_moment(zygote: Zygote, tmp_path: 
 
 
 def test_a_killed_worker_is_started_again_and_joins(zygote: Zygote, tmp_path: Path) -> None:
-    """One of six, by SIGKILL: all end with the bits that the servers' logs say."""
+    """One of six, by SIGKILL: all end with the bits that the servers' logs say.
+
+    Also the values of the last checkpoint, of which the killed one has a part again.
+    """
     workers, killed = 6, 1
-    plan = Plan(steps=24, deaths={str(killed): (4, 2, 0.0)}, awaits=8)
+    plan = Plan(steps=24, deaths={str(killed): (4, 2, 0.0)}, awaits=8, every=3)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with running(tmp_path) as run:
         start(run, zygote, plan, store.port, workers)
@@ -55,6 +60,12 @@ def test_a_killed_worker_is_started_again_and_joins(zygote: Zygote, tmp_path: Pa
             assert set(range(joined_at, 25)) == {step for step in steps if step > 5}
         expected = by_arithmetic(workers, plan.steps, pieces, counted)
         assert {each["sha256"] for each in results.values()} == {expected}, run.output()
+        files = CheckpointFolder(run.folder / "checkpoints")
+        saved = [files.open(step) for step in files.steps()]
+        assert [(each.step, each.is_whole) for each in saved[:2]] == [(24, True), (21, True)]
+        values = saved[0].read(SHARED)["sessions"][0]["model"].values()
+        weights = b"".join(value.numpy().tobytes() for value in values)
+        assert hashlib.sha256(weights).hexdigest() == expected
         run.check_nothing_left()
 
 

@@ -51,6 +51,8 @@ class Plan:
     """By rank: before which step it stops itself, as Ctrl-Z would."""
     awaits: int = 0
     """Before this step who was there at the start waits for somebody who joins."""
+    every: int = 0
+    """So many steps from one checkpoint to the next; 0: there are none."""
     settings: dict[str, Any] = field(default_factory=dict)
 
     def encode(self) -> str:
@@ -100,9 +102,9 @@ def write(rank: int, result: Mapping[str, Any]) -> None:
 def train(plan: Plan, rank: int, result: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     model, optimizer = build()
-    session = foreprop.parallelize(
-        model, optimizer, elastic=True, slice_elems=SLICE_ELEMS, **plan.settings
-    )
+    about: Any = {"elastic": True, "slice_elems": SLICE_ELEMS, **plan.settings}
+    saved = Path(os.environ["RESULTS"]) / "checkpoints" if plan.every else None
+    session = foreprop.parallelize(model, optimizer, resume=saved, **about)
     assert isinstance(session, foreprop.Session)
     pieces = session._training.backends.engines[0].slices  # type: ignore[attr-defined]
     result["pieces"] = [list(piece) for piece in pieces]
@@ -115,7 +117,9 @@ def train(plan: Plan, rank: int, result: dict[str, Any]) -> None:
     notices = session._training.backends.all[0].notices  # type: ignore[attr-defined]
     notices.attendance.on_membership.append(lambda *_: notices.arrivals and joined.set())
     result["joined_at"] = session.joined_at
-    for step in range(session.joined_at or 1, plan.steps + 1):
+    loop = None if saved is None else foreprop.checkpoint(saved, every=plan.every)
+    done = (session.joined_at or 1) - 1 if loop is None else loop.step
+    for step in range(done + 1, plan.steps + 1):
         if step == plan.awaits and session.joined_at is None:
             assert joined.wait(60), "nobody has joined"
         if step == die_at:
@@ -130,6 +134,8 @@ def train(plan: Plan, rank: int, result: dict[str, Any]) -> None:
         optimizer.step()
         [parameter.sum() for parameter in model.parameters()]  # the step is done when it is here
         ended_s.append(time.monotonic())
+        if loop is not None:
+            loop.end_step()
         if plan.pause_s:
             time.sleep(plan.pause_s)
         if step == die_at:

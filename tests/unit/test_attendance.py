@@ -121,3 +121,24 @@ def test_each_world_has_its_own_while_its_session_lasts() -> None:
     assert maybe_attendance(other) is None
     del attendance
     assert maybe_attendance(one) is None
+
+
+def test_who_has_made_a_step_and_who_has_left_before() -> None:
+    """What a checkpoint asks: a word that only some servers have said is waited for."""
+    engine, attendance, _ = make(workers=4)
+    assert attendance.present(5) == [0, 1, 2, 3]
+    attendance.hear_left(1, 0, 4)
+    assert not attendance.is_settled()
+    attendance.hear_left(1, 1, 5)
+    assert attendance.is_settled()
+    assert attendance.present(5) == [0, 2, 3]
+    assert (attendance.behind(5), attendance.behind(6)) == ([], [1])
+    engine.steps = 7
+    attendance.hear_joined(1, 0, 9)
+    assert (attendance.is_settled(), attendance.coming()) == (False, [])
+    engine.steps = 8
+    assert attendance.coming() == [9]
+    attendance.hear_joined(1, 1, 9)
+    assert attendance.is_settled()
+    assert (attendance.present(8), attendance.present(9)) == ([0, 2, 3], [0, 1, 2, 3])
+    assert attendance.behind(9) == []

@@ -6,10 +6,17 @@ import copy
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from foreprop.core.dealing import CERTAIN_STEPS, Deal, MemberChange
+from foreprop.core.dealing import (
+    CERTAIN_STEPS,
+    Deal,
+    DealtPart,
+    MemberChange,
+    PassProgress,
+    unread,
+)
 from tests.conformance.shares import torchs_share
 from tests.dealtloop import Loop, Reader, all_read, join, left_within, run
 
@@ -33,6 +40,34 @@ def loops(draw: st.DrawFn, least: int = 2) -> Loop:
             early = st.integers(change.step, change.step + CERTAIN_STEPS)
             loop.told[rank, change] = draw(early)
     return loop
+
+
+@given(loops(), st.data())
+def test_what_nobody_has_read_is_known_in_the_middle_of_an_epoch(
+    loop: Loop, data: st.DataObject
+) -> None:
+    """For a checkpoint, from which another world goes on: whoever had left, with what was owed."""
+    done = data.draw(st.integers(loop.steps_before, loop.steps_before + 30))
+    loop.joined = (loop.workers, done + 1)  # nobody; then every rank keeps where it is
+    left = {each.rank: each.step for each in loop.changes if each.step <= done}
+    readers = run(loop)
+    here = [reader for rank, reader in readers.items() if rank not in left]
+    assume(here and here[0].progress is not None)
+    places = [(each.given, each.drawn, each.deals) for each in map(progress_of, here)]
+    assert places == places[:1] * len(places)
+    gone = tuple(MemberChange(rank, step) for rank, step in left.items())
+    part = DealtPart(loop.workers, loop.rounds, progress_of(here[0]), gone)
+    rest = list(unread(part, iter(range(loop.items))))
+    read = [item for rank, reader in readers.items() for item in reader.until(left.get(rank, done))]
+    times = Counter([*read, *rest])
+    assert times.keys() == set(range(loop.items))
+    assert {item for item, count in times.items() if count > 1} <= set(range(loop.workers))
+    assert len(set(rest)) == len(rest)
+
+
+def progress_of(reader: Reader) -> PassProgress:
+    assert reader.progress is not None
+    return reader.progress
 
 
 @given(loops())

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+import time
+from dataclasses import replace
 from itertools import pairwise
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from matplotlib.figure import Figure
@@ -12,6 +19,8 @@ from rich.console import Console
 
 from experiments.faults.chart import chart_of
 from experiments.faults.command import table_of
+from experiments.faults.node import serve_node
+from experiments.faults.run import _Lab
 from experiments.faults.systems import FaultSystem, system_of
 from experiments.faults.trial import (
     KILL,
@@ -26,6 +35,7 @@ from experiments.faults.trial import (
 )
 from foreprop.cli.output import print_table
 from foreprop.errors import ConfigError, PeerLost
+from foreprop.lab.cluster import Cluster
 
 PAUSE_S = 12.0
 
@@ -143,6 +153,32 @@ def test_a_worker_that_rejoins_is_told_where_the_servers_are(tmp_path: Path) -> 
     system.clear()
     with pytest.raises(PeerLost, match="rank 0 has not said where its servers are"):
         system.environment(3, again=True)
+
+
+def test_a_worker_that_ends_at_the_start_is_told_at_once(tmp_path: Path) -> None:
+    said = "import sys; print('there is no such model', flush=True); sys.exit(3)"
+    system = replace(_p3(tmp_path), command=(sys.executable, "-S", "-c", said))
+    ours, theirs = Pipe()
+
+    def serve() -> None:
+        with contextlib.suppress(EOFError):
+            serve_node(0, theirs, system.setting.network)
+
+    node = threading.Thread(target=serve)
+    node.start()
+    try:
+        lab = _Lab(cast("Cluster", SimpleNamespace(connections=[ours])), system, nodes=1)
+        lab.start()
+        told = "rank 0 of p3 ended with exit code 3 after 0 steps; .*there is no such model"
+        with pytest.raises(PeerLost, match=told):
+            lab.wait_for_steps()
+        lab._rejoined_s = time.monotonic()
+        lab.wait_for_rejoin(0)  # which would take a minute
+        assert time.monotonic() - lab._rejoined_s < 30
+    finally:
+        ours.close()
+        node.join()
+        theirs.close()
 
 
 def test_only_a_studys_own_files_are_removed(tmp_path: Path) -> None:

@@ -150,10 +150,10 @@ def test_the_next_one_has_kept_its_own_until_the_newcomer_must_have_them() -> No
     assert one.outbox.sent[1][-1] == then
     late = Member(1)
     late.hear_joined()
-    late.end_steps(FIRST)
+    late.end_steps(FIRST + 1)
     del late.here[0]
     late.given.hear_left(0)
-    assert late.sent == [], "the newcomer has pushed its first step"
+    assert late.sent == [], "its values count the newcomer"
 
 
 def test_nobody_sends_to_who_is_lost_again_and_no_newcomer_what_it_has_not() -> None:

@@ -39,7 +39,7 @@ def save(folder: Path, step: int, *, keep: int = 3, token: str = "0123abcd") -> 
         contents = {part_name(rank): {"value": torch.full((40,), step + rank)}}
         if rank == 0:
             contents[SHARED] = {"value": torch.full((40,), step)}
-        assert unfinished.missing(RANKS) == list(range(rank, RANKS))
+        assert unfinished.missing(range(RANKS)) == list(range(rank, RANKS))
         unfinished.write_part(rank, contents)
     files.finish(unfinished, RANKS, keep=keep)
 
@@ -119,6 +119,33 @@ def test_the_newest_ones_stay(tmp_path: Path) -> None:
         save(tmp_path, step, keep=2)
     assert CheckpointFolder(tmp_path).steps() == [600, 500]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000500", "step-000000600"]
+
+
+def test_some_ranks_have_left(tmp_path: Path) -> None:
+    """The parts of the others make it; what was left of the one before goes."""
+    files = CheckpointFolder(tmp_path)
+    for step, token in ((50, "0123abcd"), (60, "89abcdef"), (0, "0123abcd")):
+        files.begin(step, token).path.mkdir()
+    unfinished = files.begin(100, "0123abcd")
+    unfinished.write_part(1, {part_name(1): {"own": 1}, SHARED: {"value": 3}})
+    for rank in (2, 3):
+        unfinished.write_part(rank, {part_name(rank): {"own": rank}})
+    assert unfinished.missing([1, 2, 3]) == []
+    left = [(0, 7), (3, 9)]
+    files.finish(unfinished, 4, keep=1, without=[3], left=left)  # 3 has not pushed all of 100
+    files.remove_older(unfinished)
+    found = files.open(100)
+    assert (found.ranks, found.world_size, found.is_whole) == ((1, 2), 4, False)
+    assert found.left == tuple(left)
+    assert [found.whose(rank, 4) for rank in range(4)] == [None, 1, 2, None]
+    assert [found.whose(rank, 3) for rank in range(3)] == [1, 2, None]
+    assert found.rank_part(2) == {"own": 2}
+    with pytest.raises(ConfigError, match="has no rank-3"):
+        found.rank_part(3)
+    stay = ["step-000000100", "unfinished-000000000-0123abcd", "unfinished-000000060-89abcdef"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == stay
+    files.finish(unfinished, 4, keep=1)  # one that was taken for lost, and has all parts, too
+    assert files.open(100).left == tuple(left)
 
 
 def test_others_files_stay(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from foreprop.path.worker import WorkerEngine
 
 _LOOK_S = 0.01
-Reach = Callable[[Substitution], Stream]
-"""Connects to a substitute and greets it; raises `ForepropError`."""
+Reach = Callable[[Substitution, Callable[[], None]], Stream]
+"""Connects to a substitute and greets it; raises `ForepropError`. It calls the second meanwhile."""
 
 
 class WholeReplies:
@@ -277,7 +277,7 @@ class Survival:
         engine, server = self._engine, loss.server
         peer, stream = engine.connections[server], self._streams[server]
         self._ending.threads[server].join(self._timeout_s)  # what had come is read
-        new = self._reach(told)
+        new = self._reach(told, lambda: self._check_under_way(server))
         manifest = msgspec.structs.replace(engine.manifest, session=told.session).encode()
         new.send(*self._frame(Kind.MANIFEST, 0, 0, CONTROL_PRIORITY, memoryview(manifest)))
         stream.receive_from(new)
@@ -301,10 +301,8 @@ class Survival:
 
     def _claimed(self, slice_: int) -> int:
         """The last answered step; a newcomer has none of a slice that it has never pushed."""
-        step, stream = (
-            self._replies.steps[slice_],
-            self._streams[self._engine.slices[slice_].server],
-        )
+        step = self._replies.steps[slice_]
+        stream = self._streams[self._engine.slices[slice_].server]
         first = self._newcomers_now().get(self._engine.rank, 0)
         return RESTS if step == first - 1 and not stream.has_pushed(slice_) else step
 
@@ -317,14 +315,17 @@ class Survival:
     def _await(self, event: threading.Event, loss: Loss, what: str) -> None:
         deadline = time.monotonic() + self._timeout_s
         while not event.wait(_LOOK_S):
-            self._engine.progress.raise_if_failed()
-            if self._streams[loss.server].closed:
-                raise TransportError(f"rank {self._engine.rank} has left the session")
+            self._check_under_way(loss.server)
             if time.monotonic() > deadline:
                 raise StepTimeout(
                     f"rank {self._engine.rank} waited {self._timeout_s:g} s (step_timeout_s) at the"
                     f" substitute for server {loss.server} for {what}"
                 )
+
+    def _check_under_way(self, server: int) -> None:
+        self._engine.progress.raise_if_failed()
+        if self._streams[server].closed:
+            raise TransportError(f"rank {self._engine.rank} has left the session")
 
     def _brought(self, loss: Loss, told: Substitution, behind: list[int]) -> Iterator[SentFrame]:
         """States before values: once all have pushed a slice, it is updated."""

@@ -8,7 +8,8 @@ begun, with the random numbers of then, and reading again what was read. A loade
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from foreprop.checkpoints.randomstates import (
@@ -39,12 +40,18 @@ class LoaderPosition:
         """From where the next pass goes on."""
         self._between: State | None = None
         """What the training has gone on from, if that was between two epochs."""
+        self._parts: list[str] = []
+        """Of the pass under way: what was read before of it, when it was dealt otherwise."""
+        self._before = 0
+        """Batches of this epoch that were used before the last one of those had ended."""
+        self._joins = False
+        """Whether the next pass is one that others are in."""
 
     # To be saved, and restored.
     def state(self) -> State:
         """Between two batches, or two epochs."""
         own = self._has_own_state
-        return {
+        state = {
             "epoch": self.epoch,
             "batches": self.batches,
             "begun": self._begun,
@@ -52,6 +59,10 @@ class LoaderPosition:
             "now": self._now(),
             "loader": self.loader.state_dict() if self._begun and own else {},
         }
+        if self._begun:
+            state |= {"parts": self._parts, "before": self._before}
+            state["deal"] = _dealt_parts().maybe_part(self.loader) if _may_be_dealt() else None
+        return state
 
     def _now(self) -> State:
         return {
@@ -64,16 +75,35 @@ class LoaderPosition:
     def _has_own_state(self) -> bool:
         return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
 
-    def restore(self, state: State, *, saved_by: int, world_size: int) -> str | None:
+    def restore(
+        self,
+        state: State,
+        *,
+        saved_by: int,
+        world_size: int,
+        is_whole: bool = True,
+        left: Sequence[tuple[int, int]] = (),
+        dealt_by: Callable[[], State] | None = None,
+    ) -> str | None:
         """Go on from there; with another number of ranks, from about there. Returns a notice.
 
-        No sample of the epoch is left out then. At most a batch of each rank comes twice.
+        No sample of the epoch is left out then. At most a batch of each rank comes twice; none, if
+        an elastic session was saved, which knows who has read what. Of that are ``is_whole``,
+        whether all ranks were there, ``left``, within which step others have left, and
+        ``dealt_by``, the state of the one rank whose dealing all go on with.
         """
         self.epoch, self.batches = state["epoch"], state["batches"]
-        notice = None
-        if saved_by != world_size:
+        self._parts, self._before = state.get("parts", []), state.get("before", 0)
+        notice, deal = None, state.get("deal")
+        is_alike = saved_by == world_size
+        if deal is not None and is_alike:
+            is_alike = is_whole and _dealt_parts().is_shared_by_all(deal)
+        if not is_alike:
             state = _with_epochs(state)
-            notice = self._divide(state, saved_by, world_size) if state["begun"] else None
+            if deal is not None and 1 not in (saved_by, world_size):
+                notice = self._deal_anew(state, dealt_by() if dealt_by else state, left)
+            elif state["begun"]:
+                notice = self._divide(state, saved_by, world_size)
         self._saved = state
         self._between = None if state["begun"] else state["now"]
         if self._between is not None:
@@ -95,11 +125,33 @@ class LoaderPosition:
                 " loader that saves its own position, which nobody can divide among"
                 f" {world_size}: go on with {saved_by} ranks, or from a checkpoint between epochs"
             )
-        alone = 1 in (saved_by, world_size)  # whose loader draws another order
-        self.batches = 0 if alone else state["batches"] * saved_by // world_size
+        if 1 in (saved_by, world_size):  # whose loader draws another order
+            self.batches, self._before, self._parts = 0, 0, []
+        else:
+            read = (state["batches"] - self._before) * saved_by // world_size
+            self.batches = self._before + read
         state |= {"batches": self.batches, "divided": True}
+        return self._describe_division()
+
+    def _deal_anew(self, state: State, dealt: State, left: Sequence[tuple[int, int]]) -> str:
+        """What nobody has read of the epoch, among those who are here now."""
+        part = _dealt_parts().with_left(dealt["deal"], left)
+        self._parts, self._before = [*dealt["parts"], part], self.batches
+        generators = dealt["beginning"]["generators"]
+        state["beginning"] = {**state["beginning"], "generators": generators}
+        return self._describe_division()
+
+    def _describe_division(self) -> str:
         where = f"batch {self.batches} of " if self.batches else ""
         return f"samples are divided anew from {where}epoch {self.epoch} on"
+
+    def join(self, state: State) -> None:
+        """A newcomer: go on where the others are; its loader has been told which pass that is."""
+        self.epoch, self.batches = state["epoch"], state["batches"]
+        if state["begun"]:
+            self._parts, self._before, self._joins = state["parts"], state["before"], True
+        else:
+            _dealt_parts().begin_epoch(self.loader, state["now"]["epoch"])
 
     # A pass.
     def begin(self) -> Iterator[Any]:
@@ -110,7 +162,9 @@ class LoaderPosition:
         saved, self._saved, self._between = self._saved, None, None
         self._begun = True
         if saved is None:
-            self.batches = 0
+            if not self._joins:
+                self.batches, self._before, self._parts = 0, 0, []
+            self._joins = False
             self._beginning = self._now()
             return self._first_batch_on()
         self._beginning = saved["beginning"]
@@ -124,6 +178,8 @@ class LoaderPosition:
         return batches
 
     def _first_batch_on(self) -> Iterator[Any]:
+        if self._parts:
+            _dealt_parts().go_on_after(self.loader, self._parts)
         batches: Iterator[Any] = iter(self.loader)
         return batches
 
@@ -133,7 +189,7 @@ class LoaderPosition:
         _set_epoch(self.loader, beginning["epoch"])
         restore_random_states(beginning["random"])
         batches = self._first_batch_on()
-        for number in range(saved["batches"]):
+        for number in range(saved["batches"] - self._before):
             if next(batches, self) is self and exact:
                 raise ConfigError(
                     f"the checkpoint is after {saved['batches']} batches of epoch {self.epoch}, and"
@@ -145,9 +201,21 @@ class LoaderPosition:
     def end(self) -> None:
         """The epoch is over, with all that belongs to it."""
         self.epoch += 1
-        self.batches = self._passes = 0
+        self.batches = self._passes = self._before = 0
+        self._parts = []
         self._begun = False
         self._beginning = {}
+
+
+def _may_be_dealt() -> bool:
+    """Whether there is an elastic session: no other one loads that."""
+    return "foreprop.elastic.attendance" in sys.modules
+
+
+def _dealt_parts() -> Any:
+    from foreprop.data import dealtparts
+
+    return dealtparts
 
 
 def _with_epochs(state: State) -> State:

@@ -4,9 +4,10 @@
     unfinished-.../     one that is being written, or was when its processes ended
 
 Every rank writes its part into the unfinished folder, and says so by a file that appears in one
-step. When all have, rank 0 adds the index, with the size and SHA-256 of every file, and renames the
-folder. Everything is on the disk before the next thing names it. So whoever is killed, or finds the
-disk full, at whatever moment, leaves the checkpoints that were there before.
+step. When all that are here have, the lowest of them (rank 0, unless it has left an elastic
+session) adds the index, with the size and SHA-256 of every file, and renames the folder. Everything
+is on the disk before the next thing names it. So whoever is killed, or finds the disk full, at
+whatever moment, leaves the checkpoints that were there before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -28,7 +29,7 @@ from foreprop.errors import ConfigError
 
 INDEX = "index.json"
 SHARED = "shared.pt"
-"""What is alike on all ranks, written by rank 0."""
+"""What is alike on all ranks, written by the lowest one."""
 _COMPLETE = re.compile(r"step-(\d{9,15})")
 _UNFINISHED = "unfinished-"
 _FILE = re.compile(r"(tables-\d+/)?[a-z]+(-\d+)*(-[0-9a-f]{8})?\.(pt|json)")
@@ -41,13 +42,19 @@ class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Index(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """What a complete checkpoint has."""
 
     format: int
     step: int
     world_size: int
     files: dict[str, StoredFile]
+    ranks: tuple[int, ...] = ()
+    """Whose parts it has, if not all ranks'."""
+    left: tuple[tuple[int, int], ...] = ()
+    """Ranks that had left, each with the step of its session that it left within."""
 
 
 FORMAT = 1
@@ -60,6 +67,10 @@ class Checkpoint:
         self.path = path
         self.step = index.step
         self.world_size = index.world_size
+        self.ranks = index.ranks or tuple(range(index.world_size))
+        """Whose parts it has."""
+        self.left = index.left
+        """Who had left, and within which step of the session that made it."""
         self._index = index
 
     def check(self) -> None:
@@ -85,6 +96,20 @@ class Checkpoint:
 
     def rank_part(self, rank: int) -> dict[str, Any]:
         return self.read(part_name(rank))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks have made it."""
+        return len(self.ranks) == self.world_size
+
+    def whose(self, rank: int, world_size: int) -> int | None:
+        """Whose part this rank goes on from; None for one that has none.
+
+        In a world of the same size each rank's own; or else they are given out in order.
+        """
+        if world_size == self.world_size:
+            return rank if rank in self.ranks else None
+        return self.ranks[rank] if rank < len(self.ranks) else None
 
     def tables(self, session: int) -> Path | None:
         """The folder of a session's remote tables, if it has some."""
@@ -113,7 +138,7 @@ def _check_file(path: Path, wanted: StoredFile) -> None:
 
 
 class CheckpointFolder:
-    """Any number of processes use one; of those, rank 0 alone renames and removes."""
+    """Any number of processes use one; of those, the lowest rank alone renames and removes."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -168,21 +193,43 @@ class CheckpointFolder:
         """Whichever rank comes first makes the folder."""
         return UnfinishedCheckpoint(self.path / f"{_UNFINISHED}{step:09d}-{token}", step)
 
-    def finish(self, unfinished: UnfinishedCheckpoint, world_size: int, *, keep: int) -> None:
-        """Rank 0, when all parts are there: it is complete, and all but the newest ones go."""
+    def finish(
+        self,
+        unfinished: UnfinishedCheckpoint,
+        world_size: int,
+        *,
+        keep: int,
+        without: Collection[int] = (),
+        left: Sequence[tuple[int, int]] = (),
+    ) -> tuple[int, ...]:
+        """When all parts are there: it is complete, and all but the newest ones go.
+
+        ``without``: ranks that the values of this step do not count, whatever they have written.
+        Returns the ranks whose parts it has.
+        """
+        complete = self._complete(unfinished.step)
+        if complete.exists() and not unfinished.path.exists():
+            # by one that had been taken for lost, which had all parts, too
+            return self.open(unfinished.step).ranks
+        everybody = range(world_size)
+        missing = {*unfinished.missing(everybody), *without}
+        ranks = tuple(rank for rank in everybody if rank not in missing)
         index = Index(
             format=FORMAT,
             step=unfinished.step,
             world_size=world_size,
-            files=unfinished.stored_files(world_size),
+            files=unfinished.stored_files(ranks),
+            ranks=ranks if missing else (),
+            left=tuple(left),
         )
         write_file(unfinished.path / INDEX, lambda file: file.write(msgspec.json.encode(index)))
         sync_folder(unfinished.path)
-        if self._complete(unfinished.step).exists():  # a try that was taken to have ended made it
+        if complete.exists():  # a try that was taken to have ended made it
             self.remove([unfinished.step])
-        os.rename(unfinished.path, self._complete(unfinished.step))
+        os.rename(unfinished.path, complete)
         sync_folder(self.path)
         self.remove(self.steps()[keep:])
+        return ranks
 
     def remove(self, steps: Iterable[int]) -> None:
         """Complete ones, each at once as far as anybody sees."""
@@ -191,6 +238,14 @@ class CheckpointFolder:
             with contextlib.suppress(OSError):  # it is only in the way
                 os.rename(self._complete(step), doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+    def remove_older(self, newest: UnfinishedCheckpoint) -> None:
+        """Those of the same training that whoever was to finish them has left behind."""
+        token = newest.path.name.rpartition("-")[2]
+        for path in self.path.glob(f"{_UNFINISHED}*-{token}"):
+            step = int(path.name.removeprefix(_UNFINISHED).partition("-")[0])
+            if 0 < step < newest.step:
+                shutil.rmtree(path, ignore_errors=True)
 
     def remove_unfinished(self) -> None:
         """What earlier processes have left; none of this training's may be under way."""
@@ -208,18 +263,18 @@ class UnfinishedCheckpoint:
     def write_part(self, rank: int, contents: Mapping[str, Mapping[str, Any]]) -> None:
         """Files, by name, and then the word that this rank's part is there.
 
-        Files that are in the folders of ``tables-N`` already are taken in by rank 0.
+        Files that are in the folders of ``tables-N`` already go with what is alike on all ranks.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         stored = {name: self._write(name, content) for name, content in contents.items()}
-        if rank == 0:
+        if SHARED in contents:
             for path in sorted(self.path.glob("tables-*/*")):
                 stored[path.relative_to(self.path).as_posix()] = _describe(path)
         word = self._word(rank)
         unfinished = word.with_suffix(".new")
         write_file(unfinished, lambda file: file.write(msgspec.json.encode(stored)))
         sync_folder(self.path)
-        os.rename(unfinished, word)  # last: from now on rank 0 may rename the folder
+        os.rename(unfinished, word)  # last: from now on the folder may be renamed
 
     def _write(self, name: str, content: Mapping[str, Any]) -> StoredFile:
         digest = _Digest()
@@ -234,20 +289,20 @@ class UnfinishedCheckpoint:
     def _word(self, rank: int) -> Path:
         return self.path / f"part-{rank}.json"
 
-    def missing(self, world_size: int) -> list[int]:
-        """The ranks whose parts are not there yet."""
-        return [rank for rank in range(world_size) if not self._word(rank).exists()]
+    def missing(self, ranks: Iterable[int]) -> list[int]:
+        """Those whose parts are not there yet."""
+        return [rank for rank in ranks if not self._word(rank).exists()]
 
-    def stored_files(self, world_size: int) -> dict[str, StoredFile]:
+    def stored_files(self, ranks: Iterable[int]) -> dict[str, StoredFile]:
         found: dict[str, StoredFile] = {}
-        for rank in range(world_size):
+        for rank in ranks:
             data = self._word(rank).read_bytes()
             found |= msgspec.json.decode(data, type=dict[str, StoredFile])
         return found
 
-    def remove_part(self, rank: int) -> None:
-        """Make room; with rank 0's part all is in vain."""
-        if rank == 0:
+    def remove_part(self, rank: int, *, shared: bool) -> None:
+        """Make room; without what is ``shared`` all is in vain."""
+        if shared:
             self.remove()
         with contextlib.suppress(OSError):  # it is only in the way
             os.unlink(self.path / part_name(rank))

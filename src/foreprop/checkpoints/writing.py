@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from foreprop.checkpoints.stored import CheckpointFolder, UnfinishedCheckpoint
+from foreprop.checkpoints.savedsession import SavedSession
+from foreprop.checkpoints.stored import SHARED, CheckpointFolder, UnfinishedCheckpoint
 from foreprop.config import LOGGER
 from foreprop.errors import StorageError
 
@@ -27,20 +28,17 @@ class CheckpointWriter:
         world_size: int,
         keep: int,
         timeout_s: float,
-        failed: Callable[[], bool],
-        left: Callable[[], Collection[int]],
+        session: SavedSession,
     ) -> None:
-        """``timeout_s``: for the other ranks' parts. ``failed``: whether they may never come.
-
-        ``left``: the ranks whose parts never will.
-        """
+        """``timeout_s``: for the other ranks' parts. ``session`` says whose never come."""
         self._folder = folder
         self._rank = rank
         self._world_size = world_size
         self._keep = keep
         self._timeout_s = timeout_s
-        self._failed = failed
-        self._left = left
+        self._session = session
+        self._absent: set[int] = set()
+        """Of the last checkpoint that this rank has finished."""
         self._hurried = False
         self._thread: threading.Thread | None = None
         self._error: StorageError | None = None
@@ -91,17 +89,17 @@ class CheckpointWriter:
     ) -> None:
         try:
             unfinished.write_part(self._rank, contents)
-            if self._rank == 0:
+            if SHARED in contents:
                 self._finish(unfinished)
         except (OSError, RuntimeError, ValueError) as error:  # torch's are the second, msgspec's
-            unfinished.remove_part(self._rank)
+            unfinished.remove_part(self._rank, shared=SHARED in contents)
             self._error = self.refuse(unfinished.step, error)
 
     def _finish(self, unfinished: UnfinishedCheckpoint) -> None:
         if missing := self._wait_for_parts(unfinished):
             ranks = ", ".join(map(str, missing))
             unfinished.remove()
-            if self._is_over() or not {*missing}.isdisjoint(self._left()):
+            if self._is_over():
                 LOGGER.warning(
                     "the checkpoint of step %d stays unfinished: rank %s has ended",
                     unfinished.step,
@@ -109,13 +107,35 @@ class CheckpointWriter:
                 )
                 return
             raise OSError(f"no part of rank {ranks} within {self._timeout_s:g} s")
-        self._folder.finish(unfinished, self._world_size, keep=self._keep)
+        here = self._session.present(unfinished.step)  # also those that have come later
+        whose = self._folder.finish(
+            unfinished,
+            max(self._world_size, *(rank + 1 for rank in here)),
+            keep=self._keep,
+            without=self._session.behind(unfinished.step),
+            left=self._session.left(),
+        )
+        self._folder.remove_older(unfinished)
+        self._report_absent(unfinished.step, whose)
+
+    def _report_absent(self, step: int, ranks: Collection[int]) -> None:
+        """Of a checkpoint with these ranks' parts: once for each other one."""
+        absent = {*range(self._world_size)} - {*ranks}
+        if absent - self._absent:
+            LOGGER.warning(
+                "the checkpoint of step %d in %s is of %d ranks; rank %s has left",
+                *(step, self._folder.path, len(ranks)),
+                ", ".join(map(str, sorted(absent))),
+            )
+        self._absent = absent
 
     def _wait_for_parts(self, unfinished: UnfinishedCheckpoint) -> list[int]:
         """The ranks whose parts have not come."""
         deadline, failed = time.monotonic() + self._timeout_s, False
-        while missing := unfinished.missing(self._world_size):
-            if not failed and (self._is_over() or not {*missing}.isdisjoint(self._left())):
+        while (
+            missing := unfinished.missing(self._session.present(unfinished.step))
+        ) or not self._session.is_settled():
+            if not failed and self._is_over():
                 failed = True
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
             if time.monotonic() > deadline:
@@ -124,4 +144,4 @@ class CheckpointWriter:
         return missing
 
     def _is_over(self) -> bool:
-        return self._hurried or self._failed()
+        return self._hurried or self._session.failed()

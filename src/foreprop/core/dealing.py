@@ -70,6 +70,16 @@ class PassProgress(NamedTuple):
     applied: tuple[MemberChange, ...]
 
 
+class DealtPart(NamedTuple):
+    """What a world has read of a pass: another one goes on with what it leaves (`unread`)."""
+
+    workers: int
+    rounds: int
+    progress: PassProgress
+    left: tuple[MemberChange, ...] = ()
+    """Workers that had left, whether they knew it by then or not."""
+
+
 class DealtEpoch(Generic[T]):
     """One rank's view of one pass; all ranks that make the same calls deal alike. Not thread-safe.
 
@@ -252,10 +262,21 @@ class DealtEpoch(Generic[T]):
         if self.drawn < progress.given:
             raise ConfigError(
                 f"the loader ends after {self.drawn} batches of its pass, of which others have read"
-                f" {progress.given}: a worker that joins needs the data of the others"
+                f" {progress.given}: give it the data and the batch size of the others"
             )
         self.given = progress.given
         self._steps = dict.fromkeys(range(self.given), 0) | dict(progress.steps)
+
+    def unread(self, left: Sequence[MemberChange]) -> list[T]:
+        """After `join`: what was dealt to workers that have left, and they have not read.
+
+        The others have read what they were given. All else is the order's rest.
+        """
+        fresh = [each for each in left if not each.joins and each not in self._applied]
+        owed = [(each.rank, self._first_after(each.step)) for each in fresh]
+        for deal in self._script:
+            owed += deal.owed
+        return [*self._owed(owed), *self._front]
 
     def _follow(self) -> None:
         while self._script and self._script[0].batch == self.drawn:
@@ -265,3 +286,14 @@ class DealtEpoch(Generic[T]):
         """Steps are counted from 1 again: what has been asked for belongs to the first."""
         self._steps = dict.fromkeys(self._steps, 1)
         self._applied.clear()
+
+
+def unread(part: DealtPart, order: Iterator[T]) -> Iterator[T]:
+    """What nobody has read of an order of which a part is dealt: what is owed comes first.
+
+    Raises `ConfigError` if the order is too short.
+    """
+    epoch: DealtEpoch[T] = DealtEpoch(part.workers, (), 0, rank=0, rounds=part.rounds)
+    epoch.join(part.progress, order)
+    yield from epoch.unread(part.left)
+    yield from order

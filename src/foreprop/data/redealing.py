@@ -50,6 +50,7 @@ class Redealing:
     def __init__(self, share: object, world: World, name: str) -> None:
         self._share = share
         self._world = world
+        self.workers = world.size
         self.name = name
         self._heard: weakref.WeakSet[Attendance] = weakref.WeakSet()
         self._refused: str | None = None
@@ -107,6 +108,10 @@ class Redealing:
         share.check = None  # rank 0's order may have gone with it
         if self._joined is not None:
             share.set_epoch(self._joined.epoch)
+
+    def forget_joined(self) -> None:
+        """Of a newcomer's loader: the others have ended the pass that they were in."""
+        self._joined = None
 
     def where(self) -> tuple[int, PassProgress | None] | None:
         """The epoch of the pass under way, or of the next one, and how far that is."""

@@ -20,6 +20,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from foreprop.core.dealing import DealtPart, unread
 from foreprop.data.turns import CommonRandomness, OrderCheck, Turn
 
 if TYPE_CHECKING:  # for sessions that go on without some workers
@@ -47,6 +48,8 @@ class SharedOrder(Sampler[Any]):
         self.check: OrderCheck | None = None
         self.dealing: DealtPass | None = None
         """Who deals the pass under way, if workers may leave in it."""
+        self.parts: Sequence[DealtPart] = ()
+        """What was read before of the pass that is about to begin, by other worlds."""
         self._world_rank = turn.rank
 
     def set_epoch(self, epoch: int) -> None:
@@ -70,6 +73,9 @@ class SharedOrder(Sampler[Any]):
             drawn = iter(_seeded(self.sampler, seed))
         if self.check is not None:
             drawn = self.check.watch(drawn, epoch)
+        parts, self.parts = self.parts, ()
+        for part in parts:
+            drawn = unread(part, drawn)
         yield from (self.turn if dealing is None else dealing).deal(drawn, drawing)
 
     def divide_among(self, members: Sequence[int]) -> None:

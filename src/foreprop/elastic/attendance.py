@@ -9,6 +9,7 @@ worker's node is not asked, for only some would hear it.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -41,6 +42,9 @@ class Attendance:
         self.started = engine.manifest.world_size
         """Ranks of the start; ``workers`` are all that there may be."""
         self.is_newcomer = engine.config.join is not None
+        self.on_end: list[Callable[[Sequence[int]], object]] = []
+        """Told, before this member ends the session, of others' first steps that it does not make.
+        """
         self.given: GivenBlobs | None = None
         """What this rank has for newcomers beside positions."""
         self._ended = False
@@ -117,6 +121,32 @@ class Attendance:
         with self._engine.lock:
             return list(self._words.changes)
 
+    def present(self, step: int) -> list[int]:
+        """Who has taken part in this step, as far as is known. Any thread."""
+        with self._engine.lock:
+            changes, gone = list(self._words.changes), set(self._words.gone)
+        since = {each.rank: each.step for each in changes if each.joins}
+        here = (rank for rank in range(self.workers) if rank not in gone)
+        return [rank for rank in here if since.get(rank, 0) <= step]
+
+    def behind(self, step: int) -> list[int]:
+        """Who has left before it has pushed anything of this step. Any thread."""
+        with self._engine.lock:
+            changes, gone = list(self._words.changes), set(self._words.gone)
+        within = {each.rank: each.step for each in changes if not each.joins}
+        return [rank for rank in sorted(gone) if within.get(rank, 0) < step]
+
+    def is_settled(self) -> bool:
+        """Whether all servers have told of each that any has told of. Any thread."""
+        with self._engine.lock:
+            return not self._words.partly(sys.maxsize)
+
+    def coming(self) -> list[int]:
+        """The next step, if somebody joins at it. Between two steps."""
+        with self._engine.lock:
+            steps = {step for _, step in self._words.joining()}
+        return sorted(steps & {self.done + 1})
+
     def _partly(self) -> list[int]:
         with self._engine.lock:
             return self._words.partly(self.done)
@@ -143,8 +173,11 @@ class Attendance:
 
     def _tell_at_the_end(self, coming: Sequence[tuple[int, int]]) -> None:
         self._tell(coming)
+        firsts = sorted({step for _, step in coming})
         if self.given is not None:
-            self.given.end({step for _, step in coming})
+            self.given.end(firsts)
+        for function in self.on_end if firsts else ():
+            function(firsts)
 
     def _tell(self, coming: Sequence[tuple[int, int]]) -> None:
         """By rank and first step."""

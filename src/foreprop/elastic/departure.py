@@ -172,12 +172,6 @@ class MemberNotices:
         with self._engine.lock:
             return sorted(self._told)
 
-    @property
-    def added(self) -> list[int]:
-        """Those of whom some server has told that were not there at the start. Any thread."""
-        with self._engine.lock:
-            return sorted(rank for rank in self.arrivals if rank >= self._started)
-
     def stats(self) -> dict[str, Any]:
         """For `Session.stats`: see docs/elastic.md."""
         with self._engine.lock:

@@ -2,9 +2,9 @@
 
 Of the lowest rank that was here before. Its frozen parameters leave when it hears of the newcomer,
 its buffers when it has ended the step before the newcomer's first one; both with the lowest
-priority. Every member keeps a copy of its buffers from then on, until it has ended that first step:
-nobody does before the newcomer has pushed, so by then that has all. If the lowest rank is lost
-meanwhile the next one sends its own. A server passes on the first that comes.
+priority. Every member keeps a copy of its buffers from then on, until it has ended the step after
+that first one. It does so with values that count the newcomer, which by then has all. If the lowest
+rank is lost meanwhile the next one sends its own. A server passes on the first that comes.
 
 Buffers are small: averages of activations. Frozen parameters are sent as they lie in memory.
 """
@@ -43,7 +43,7 @@ class GivenBlobs:
         self._buffers = buffers
         self._frozen = frozen
         self._coming: dict[int, int] = {}
-        """By rank, until this one has ended it: its first step."""
+        """By rank, until this one has ended the step after it: its first step."""
         self._packed: dict[int, bytes] = {}
         """The buffers, by the first step that they are for."""
         self._given: set[int] = set()
@@ -72,9 +72,9 @@ class GivenBlobs:
         with self._engine.lock:
             if not self._coming:
                 return
-            self._coming = {rank: step for rank, step in self._coming.items() if step > done}
-            self._packed = {step: data for step, data in self._packed.items() if step > done}
-            self._given = {step for step in self._given if step > done}
+            self._coming = {rank: step for rank, step in self._coming.items() if step >= done}
+            self._packed = {step: data for step, data in self._packed.items() if step >= done}
+            self._given = {step for step in self._given if step >= done}
             if done + 1 in self._coming.values():
                 self._pack(done + 1)
                 self._give(anew=True)

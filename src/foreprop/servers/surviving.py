@@ -6,7 +6,10 @@ comes over connections that it has.
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from foreprop.buddies.survival import Survival
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
     from foreprop.path.worker import WorkerEngine
     from foreprop.servers.launch import Connections
     from foreprop.servers.served import ServedBackend
+
+_TRY_S = 3.0
+"""A substitute's node may go, too, and then nobody answers: so often that is looked for."""
 
 
 def add_members(backend: ServedBackend, world: World) -> None:
@@ -66,13 +72,14 @@ def greet_at(
     session: str,
     host: str,
     port: int,
+    look: Callable[[], None] = lambda: None,
 ) -> Stream:
     """Connect to a server that is known by its address, and say who it is that comes.
 
-    Raises `TransportError`, and `HandshakeError` if secrets differ.
+    Raises `TransportError`, `HandshakeError` if secrets differ, and what ``look`` raises.
     """
     timeout_s = config.join_timeout_s
-    sock = connect(host, port, timeout_s=timeout_s)
+    sock = _connected(host, port, timeout_s, look)
     try:
         if config.secret_file is not None:
             from foreprop.link.secret import authenticate
@@ -90,11 +97,21 @@ def greet_at(
     return connections.stream_over(sock, server)
 
 
+def _connected(host: str, port: int, timeout_s: float, look: Callable[[], None]) -> socket.socket:
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > _TRY_S:
+        look()
+        with contextlib.suppress(TransportError):
+            return connect(host, port, timeout_s=_TRY_S)
+    look()
+    return connect(host, port, timeout_s=max(left_s, 0.1))
+
+
 def survival_of(engine: WorkerEngine, connections: Connections, notices: MemberNotices) -> Survival:
     """Of a worker with a server beside it."""
 
-    def reach(told: Substitution) -> Stream:
-        about = (told.server, told.session, told.address, told.port)
+    def reach(told: Substitution, look: Callable[[], None]) -> Stream:
+        about = (told.server, told.session, told.address, told.port, look)
         return greet_at(connections, engine.config, engine.rank, *about)
 
     nodes = [place.node for place in connections.places]

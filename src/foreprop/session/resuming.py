@@ -54,11 +54,8 @@ def resumed(
     lone: bool,
 ) -> Session:
     """A session that goes on from the folder's newest checkpoint, if there is one."""
-    if config.join is not None:
-        raise ConfigError(
-            f"join is {config.join!r}, and resume is {os.fspath(folder)!r}: a newcomer gets the"
-            " others' values; leave resume out"
-        )
+    if config.join is not None:  # the others' values count, and their progress
+        return connect(model, optimizer, config, world=world, scaler=scaler)
     world = None if lone else world or current_world(config.join_timeout_s)
     resumption = Resumption(folder, config, world)
     resumption.load(model, optimizer)
@@ -102,8 +99,11 @@ class Resumption:
         self, found: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
         size = 1 if self._world is None else self._world.size
-        more = f", which {found.world_size} rank(s) made: {size} do not make the same bits"
-        more = more if size != found.world_size else ""
+        made = f"{found.world_size} rank(s) made"
+        if not found.is_whole:
+            made = f"rank {', '.join(map(str, found.ranks))} of {found.world_size} made"
+        more = f", which {made}: {size} do not make the same bits"
+        more = more if size != found.world_size or not found.is_whole else ""
         self._report("goes on from step %d in %s%s", found.step, self._folder, more)
         saved = found.read(SHARED)["sessions"]
         if self._number >= len(saved):

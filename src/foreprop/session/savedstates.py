@@ -1,13 +1,14 @@
 """What a session has for a checkpoint of the whole training, and takes from one.
 
-Rank 0 saves what is alike on all ranks: as a ``state_dict()`` has it, where servers update, too.
-Each rank saves its own buffers, and what lossy codecs have kept back of its gradients.
+The lowest rank that is here saves what is alike on all ranks: as a ``state_dict()`` has it, where
+servers update, too. Each saves its own buffers, and what lossy codecs have kept back.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from foreprop.errors import ConfigError
 if TYPE_CHECKING:
     from foreprop.checkpoints.stored import Checkpoint
     from foreprop.config import Config
+    from foreprop.elastic.attendance import Attendance
     from foreprop.session.alone import LoneSession
     from foreprop.session.training import Training
 
@@ -71,9 +73,21 @@ class ConnectedSnapshots:
             raise ConfigError("parallelize() was given no optimizer, whose steps are counted here")
         self.rank, self.world_size = training.world.rank, training.world.size
         self.timeout_s = training.config.step_timeout_s
+        self.report_s = training.config.stall_report_s
         self.resumed = resumed
+        self.name = f"{training.backends.session_id}/{number}"
+        self.is_elastic = training.config.elastic
+        self.joined_at: int | None = None
+        if training.config.join is not None:
+            from foreprop.session.newcomer import joined_at
+
+            self.joined_at = joined_at(training)
         self._training = training
         self._number = number
+
+    @property
+    def before(self) -> int:
+        return self._training.completed_before
 
     @property
     def step(self) -> int:
@@ -85,21 +99,64 @@ class ConnectedSnapshots:
     def failed(self) -> bool:
         return self._training.backends.failed
 
-    def left(self) -> list[int]:
+    @property
+    def _attendance(self) -> Attendance | None:
+        """Of a session whose ranks may leave."""
         found = (getattr(each, "notices", None) for each in self._training.backends.all)
-        return sorted({n for one in found if one is not None for n in (*one.gone, *one.added)})
+        return next((one.attendance for one in found if one is not None), None)
+
+    def present(self, step: int) -> Sequence[int]:
+        attendance = self._attendance
+        if attendance is None:
+            return range(self.world_size)
+        return attendance.present(step - self._training.completed_before)
+
+    def behind(self, step: int) -> Sequence[int]:
+        attendance = self._attendance
+        if attendance is None:
+            return ()
+        return attendance.behind(step - self._training.completed_before)
+
+    def is_settled(self) -> bool:
+        return (attendance := self._attendance) is None or attendance.is_settled()
+
+    def left(self) -> Sequence[tuple[int, int]]:
+        attendance = self._attendance
+        changes = () if attendance is None else attendance.known()
+        return [(each.rank, each.step) for each in changes if not each.joins]
+
+    def coming(self) -> Sequence[int]:
+        attendance = self._attendance
+        return () if attendance is None else attendance.coming()
+
+    def numbers(self) -> list[dict[str, Any]]:
+        groups = self._training.user.optimizer.param_groups
+        return [
+            {name: copied(value) for name, value in group.items() if name != "params"}
+            for group in groups
+        ]
+
+    def come(self, before: int, numbers: Sequence[Mapping[str, Any]]) -> None:
+        self._training.completed_before = before
+        if (attendance := self._attendance) is not None:
+            attendance.changes()  # from now on it knows who had left before it came
+        groups = self._training.user.optimizer.param_groups
+        for group, others in zip(groups, numbers, strict=True):
+            group.update(others)
+
+    def look(self) -> None:
+        self._training.backends.raise_if_failed()
 
     def exchange(self, name: str, mine: str, what: str) -> list[str]:
-        if self._training.config.join is not None:
-            raise ConfigError(
-                "foreprop.checkpoint() is for all ranks together from the start, and this one has"
-                " joined later (join): leave it out where session.joined_at is not None"
-            )
         board = self._training.board(f"checkpoint/{self._number}")
         return board.exchange(name, mine, what)
 
     def at_end(self, function: Callable[[], None]) -> None:
         self._training.life.add_undo(function)
+
+    def at_early_end(self, function: Callable[[Sequence[int]], None]) -> None:
+        if (attendance := self._attendance) is not None:
+            attendance.on_end.append(function)
 
     def own_state(self) -> State:
         training = self._training
@@ -162,8 +219,8 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
         training.flush()  # rank 0's values have come
         _show_images(training, saved["model"])
     if training.config.compression is not None:
-        ranks = range(found.world_size)
-        checkpoints.load_state_dict([found.rank_part(r)["sessions"][number] for r in ranks])
+        parts = [found.rank_part(rank)["sessions"][number] for rank in found.ranks]
+        checkpoints.load_state_dict(parts)
     averages = _averages_in(saved, training.config, found.path)
     if averages is not None:
         with checkpoints.tables_left_out():
@@ -176,7 +233,7 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
             )
         checkpoints.load_tables(tables)
     # last: whoever uses a state_dict() is shown rank 0's
-    if (rank := training.world.rank) < found.world_size:
+    if (rank := found.whose(training.world.rank, training.world.size)) is not None:
         load_buffers(model, found.rank_part(rank)["sessions"][number]["buffers"])
         vars(training.buffers)["_shown_step"] = -1  # an evaluation shows rank 0's all the same
     training.completed_before += found.step
@@ -197,19 +254,22 @@ class LoneSnapshots:
 
     rank = 0
     world_size = 1
-    timeout_s = 0.0
+    timeout_s = report_s = 0.0
+    is_elastic = False
+    joined_at: int | None = None
 
     def __init__(self, session: LoneSession, resumed: Checkpoint | None) -> None:
         if session._optimizer is None:
             raise ConfigError("parallelize() was given no optimizer, whose steps are counted here")
         self.resumed = resumed
         self._session = session
-        self._before = 0 if resumed is None else resumed.step
+        self.before = 0 if resumed is None else resumed.step
+        self.name = secrets.token_hex(8)
         session.metrics()  # from now on its steps are counted
 
     @property
     def step(self) -> int:
-        return self._before + int(self._session.stats()["steps"])
+        return self.before + int(self._session.stats()["steps"])
 
     def meet(self) -> None:
         """There is nobody else."""
@@ -217,8 +277,29 @@ class LoneSnapshots:
     def failed(self) -> bool:
         return False
 
-    def left(self) -> list[int]:
+    def present(self, step: int) -> Sequence[int]:
+        return (0,)
+
+    def behind(self, step: int) -> Sequence[int]:
+        return ()
+
+    def is_settled(self) -> bool:
+        return True
+
+    def left(self) -> Sequence[tuple[int, int]]:
+        return ()
+
+    def coming(self) -> Sequence[int]:
+        return ()
+
+    def numbers(self) -> list[dict[str, Any]]:
         return []
+
+    def come(self, before: int, numbers: Sequence[Mapping[str, Any]]) -> None:
+        """Nobody joins a world of one."""
+
+    def look(self) -> None:
+        """There is nothing that others could end."""
 
     def exchange(self, name: str, mine: str, what: str) -> list[str]:
         return [mine]
@@ -226,6 +307,9 @@ class LoneSnapshots:
     def at_end(self, function: Callable[[], None]) -> None:
         self._session._at_end.append(function)
         atexit.register(self._session.close)
+
+    def at_early_end(self, function: Callable[[Sequence[int]], None]) -> None:
+        """Nobody joins a world of one."""
 
     def own_state(self) -> State:
         return {"buffers": buffers_of(self._session._model), "residuals": {}}

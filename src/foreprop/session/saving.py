@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from foreprop.checkpoints.loop import CheckpointedLoop, SavedSession
+from foreprop.checkpoints.loop import CheckpointedLoop
+from foreprop.checkpoints.savedsession import SavedSession
 from foreprop.checkpoints.stored import CheckpointFolder
 from foreprop.errors import ConfigError
 from foreprop.session import lifetime
@@ -38,7 +39,8 @@ def checkpoint(
                 ...
 
     What goes on is bit-identical to what would have been without a stop. Call it on every rank,
-    after `parallelize` and before the loop. docs/checkpoints.md says what is saved.
+    after `parallelize` and before the loop. On a worker that joins an elastic session it goes on
+    where the others' loops are. docs/checkpoints.md says what is saved.
 
     Args:
         folder: on storage that all machines share; made if it is not there.
