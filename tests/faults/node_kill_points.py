@@ -79,7 +79,7 @@ def start(
         "FOREPROP_ELASTIC": "1",
         "FOREPROP_BUDDY_STEPS": "1",
         "FOREPROP_COUNTED_LOG": str(run.folder),
-        "FORK_SERVER": "1" if forked else "",
+        "FORK_SERVERS": "1" if forked else "0",
     }
     variables = run.environment(Scenario(), PLAN=plan.encode(), **settings)
     for rank in range(WORKERS):
