@@ -51,8 +51,7 @@ test-all: $(STAMP) ## run what `make test` leaves out: the long ones, the second
 	$(PARALLEL) -m 'long and not alone'
 	$(PARALLEL) -m 'long and not alone' tests/lagging
 	@# what must hold for every architecture, once more over collectives; loaders open no session
-	FOREPROP_ARCHITECTURE=ring $(PARALLEL) --ignore-glob '*/test_shard_*.py' \
-	    tests/conformance tests/faults/test_lost_peers.py
+	FOREPROP_ARCHITECTURE=ring $(PARALLEL) --ignore-glob '*/test_shard_*.py' tests/conformance
 	$(PYTEST) --durations 15 -m 'long and alone' $(ALONE)
 
 test-programs: $(STAMP) ## run other people's training programs beside DDP (docs/programs.md)

@@ -26,10 +26,10 @@ from tests.cluster import run_cluster, worlds
 
 torch.set_num_threads(1)
 
-servers_only = pytest.mark.skipif(
-    Config.resolve().architecture == "ring", reason="about servers; this run is with a ring"
-)
-"""`make test` runs this folder twice, the second time with FOREPROP_ARCHITECTURE=ring."""
+_in_a_ring = Config.resolve().architecture == "ring"
+"""`make test-all` runs this folder once more, with FOREPROP_ARCHITECTURE=ring."""
+servers_only = pytest.mark.skipif(_in_a_ring, reason="about servers; this run is with a ring")
+once = pytest.mark.skipif(_in_a_ring, reason="names its architecture, and has run with it")
 
 Batch = tuple[torch.Tensor, ...]
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]

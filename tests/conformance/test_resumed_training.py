@@ -24,7 +24,7 @@ from foreprop.checkpoints.stored import SHARED, CheckpointFolder
 from foreprop.cluster.world import World
 from foreprop.errors import ConfigError, ForepropError, StorageError
 from tests.cluster import run_cluster
-from tests.conformance.parity import check_same_bits, check_same_optimizer_state, seeded
+from tests.conformance.parity import check_same_bits, check_same_optimizer_state, once, seeded
 from tests.tiers import long_cases
 
 torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad warns until one chooses
@@ -190,6 +190,7 @@ FIRST = [("p2p, servers", "adam"), ("ring, workers", "momentum")]
 REST = [(one, other) for one in sorted(LAYOUTS) for other in sorted(OPTIMIZERS)]
 
 
+@once
 @pytest.mark.parametrize(
     "case", [*FIRST, *long_cases(*(case for case in REST if case not in FIRST))]
 )
@@ -199,6 +200,7 @@ def test_in_the_middle_of_an_epoch(tmp_path: Path, case: tuple[str, str]) -> Non
     check_goes_on(2, tmp_path, 10, 8, optimizer=optimizer, evaluates=True, settings=settings)
 
 
+@once
 @pytest.mark.parametrize("architecture", ["p2p", *long_cases("ring")])
 @pytest.mark.parametrize("stop_at", [1, *long_cases(4, 6, 7, 18)])
 def test_stopped_at_any_border(tmp_path: Path, architecture: str, stop_at: int) -> None:
@@ -218,6 +220,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@once
 @pytest.mark.parametrize(
     "name",
     [
@@ -230,12 +233,14 @@ def test_with_what_servers_keep_beside(tmp_path: Path, name: str) -> None:
     check_goes_on(2, tmp_path, 10, 8, optimizer="adam", settings=SETTINGS[name])
 
 
+@once
 @pytest.mark.parametrize("architecture", long_cases("p2p", "ring"))
 def test_a_scaler_goes_on(tmp_path: Path, architecture: str) -> None:
     settings = {"architecture": architecture}
     check_goes_on(2, tmp_path, 11, 8, scaled=True, settings=settings)
 
 
+@once
 @pytest.mark.long
 def test_stopped_again_and_again(tmp_path: Path) -> None:
     """Each try makes two checkpoints more; a relay's node goes on, too."""
@@ -307,6 +312,7 @@ def test_a_world_of_one_draws_the_same_random_numbers(tmp_path: Path) -> None:
 
 
 # Other worlds.
+@once
 @pytest.mark.parametrize("sizes", [(2, 3), *long_cases((3, 2), (2, 1), (1, 2))])
 def test_with_another_number_of_ranks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, sizes: tuple[int, int]
@@ -340,6 +346,7 @@ def test_with_another_number_of_ranks(
     assert "samples are divided anew from" in caplog.text
 
 
+@once
 @pytest.mark.long
 def test_workers_apart_are_saved_together(tmp_path: Path) -> None:
     """Their bits differ from run to run; what is saved is what all ranks go on from."""
@@ -364,6 +371,7 @@ def test_workers_apart_are_saved_together(tmp_path: Path) -> None:
 
 
 # What else is saved.
+@once
 @pytest.mark.parametrize("codec", ["int8", *long_cases("topk:0.2")])
 def test_residuals_of_codecs_go_on(tmp_path: Path, codec: str) -> None:
     """Not to the bit, as a session's first step differs; but nothing that was kept back is lost."""
@@ -405,6 +413,7 @@ TABLES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@once
 @pytest.mark.parametrize("name", ["remote", *long_cases("by rows", "by rows, in a ring")])
 def test_tables_go_on(tmp_path: Path, name: str) -> None:
     device, settings = TABLES[name]

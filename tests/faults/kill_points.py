@@ -4,8 +4,8 @@
 
 In each session all workers but one die, one after the other, up to two steps apart: somewhere in a
 backward pass or some milliseconds after, or when a part of a push has left. What is left must have
-the bits that plain arithmetic has by the servers' logs. Servers are forked (`tests.process.forked`)
-like all workers, so most of the time goes into training and judging it.
+the bits that plain arithmetic has by the servers' logs. Servers are forked, like the workers
+(`tests.process.forked`).
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def run_seeds(
     return found
 
 
-def run_command(given: argparse.Namespace, run_seed: RunSeed, module: str) -> list[Survived]:
+def run_command(given: argparse.Namespace, run_seed: RunSeed, module: str) -> None:
     """Until enough have died; prints in how many sessions."""
     until, found = time.monotonic() + given.limit_s, list[Survived]()
     dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # opens torch's own pipes
@@ -212,7 +212,6 @@ def run_command(given: argparse.Namespace, run_seed: RunSeed, module: str) -> li
         f" {sum(each.is_within_a_step for each in found)} deaths within a step; until the next"
         f" step's end {statistics.median(seconds):.3f} s in the median, {seconds[-1]:.3f} s at most"
     )
-    return found
 
 
 def seeds_parser(text: str | None, *, seeds: int) -> argparse.ArgumentParser:

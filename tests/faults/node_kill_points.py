@@ -33,8 +33,9 @@ from tests.process.train_script import Scenario
 
 SCRIPT = ROOT / "tests" / "process" / "node_script.py"
 WORKERS = 4
-_APART_STEPS = 4
-"""At least three lie between: a server writes down what it has counted two steps later."""
+_APART_STEPS = 5
+"""Four at least: a server may count the dead one until the next step, and writes down what it has
+counted two steps later."""
 
 
 def plan_of(seed: int, deaths: int = WORKERS - 1) -> Plan:
@@ -78,7 +79,7 @@ def start(
         "FOREPROP_ELASTIC": "1",
         "FOREPROP_BUDDY_STEPS": "1",
         "FOREPROP_COUNTED_LOG": str(run.folder),
-        "FORK_SERVER": "1" if forked else "",
+        "FORK_SERVERS": "1" if forked else "0",
     }
     variables = run.environment(Scenario(), PLAN=plan.encode(), **settings)
     for rank in range(WORKERS):

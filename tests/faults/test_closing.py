@@ -112,7 +112,7 @@ def test_a_rank_that_is_stopped_after_its_last_push(
         faults=tuple(injector.plan),
         settings={"architecture": architecture, "step_timeout_s": LONGER_S, "stall_report_s": 0.5},
     )
-    with workers(zygote, tmp_path, 3, told, local_size=3) as run:
+    with workers(zygote, tmp_path, 3, told, local_size=3, fork=int(architecture == "p2p")) as run:
         stopped = run.started[1]
         run.wait(80, but=[stopped])
         fault = injector.only_fault(run)

@@ -89,7 +89,7 @@ def test_an_error_that_nobody_catches_in_a_process_with_threads(
 ) -> None:
     settings = {"architecture": architecture, "stall_report_s": 2.0}
     told = Scenario(steps=1000, raise_at={"1": 3}, thread_s=25.0, settings=settings, pause_s=0.01)
-    with workers(zygote, tmp_path, 3, told) as run:
+    with workers(zygote, tmp_path, 3, told, fork=int(architecture == "p2p")) as run:
         lingering = run.started[1]
         run.wait(40, but=[lingering])
         assert lingering.is_running()

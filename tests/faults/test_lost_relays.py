@@ -24,7 +24,7 @@ def test_a_killed_worker_is_named_on_both_nodes(
     zygote: Zygote, tmp_path: Path, phase: Phase, size: str
 ) -> None:
     injector = EventInjector(tmp_path).at(rank=3, step=3, phase=phase).kill()
-    with workers(zygote, tmp_path, 4, scenario(injector, size=size), local_size=2) as run:
+    with workers(zygote, tmp_path, 4, scenario(injector, size=size), local_size=2, fork=2) as run:
         run.wait(40)
         fault = injector.only_fault(run)
         assert run.codes()[3] == -signal.SIGKILL
@@ -35,7 +35,7 @@ def test_a_killed_worker_is_named_on_both_nodes(
 @pytest.mark.long
 def test_a_worker_that_takes_its_server_and_relay_with_it(zygote: Zygote, tmp_path: Path) -> None:
     injector = EventInjector(tmp_path).at(rank=2, step=3, phase="backward").kill()
-    with workers(zygote, tmp_path, 4, scenario(injector), local_size=2) as run:
+    with workers(zygote, tmp_path, 4, scenario(injector), local_size=2, fork=2) as run:
         run.wait(40)
         fault = injector.only_fault(run)
         names = rf"{NODE_1}|rank 2 is gone|\(beside rank 2\) (to server \d )?is gone"
@@ -46,7 +46,7 @@ def test_a_worker_that_takes_its_server_and_relay_with_it(zygote: Zygote, tmp_pa
 @pytest.mark.parametrize("phase", ["forward", *long_cases("backward")])
 def test_a_killed_relay_is_named(zygote: Zygote, tmp_path: Path, phase: Phase) -> None:
     injector = EventInjector(tmp_path).at(rank=2, step=3, phase=phase).kill_relay()
-    with workers(zygote, tmp_path, 4, scenario(injector), local_size=2) as run:
+    with workers(zygote, tmp_path, 4, scenario(injector), local_size=2, fork=2) as run:
         run.wait(40)
         fault = injector.only_fault(run)
         names = rf"{NODE_1}|the relay of node 1 \(beside rank 2\) to server \d is gone"
@@ -58,7 +58,7 @@ def test_a_killed_relay_is_named(zygote: Zygote, tmp_path: Path, phase: Phase) -
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_killed_server_is_named(zygote: Zygote, tmp_path: Path, phase: Phase) -> None:
     injector = EventInjector(tmp_path).at(rank=2, step=3, phase=phase).kill_server()
-    with workers(zygote, tmp_path, 4, scenario(injector), local_size=2) as run:
+    with workers(zygote, tmp_path, 4, scenario(injector), local_size=2, fork=2) as run:
         run.wait(40)
         fault = injector.only_fault(run)
         check_told(run, fault["at_s"], [0, 1, 2, 3], r"server 1 \(beside rank 2\) is gone")
@@ -70,7 +70,7 @@ def test_a_killed_server_is_named(zygote: Zygote, tmp_path: Path, phase: Phase) 
 def test_a_stopped_worker_is_named(zygote: Zygote, tmp_path: Path) -> None:
     injector = EventInjector(tmp_path).at(rank=3, step=3, phase="backward").stop()
     told = scenario(injector, settings={"step_timeout_s": 4.0, "stall_report_s": 1.0})
-    with workers(zygote, tmp_path, 4, told, local_size=2) as run:
+    with workers(zygote, tmp_path, 4, told, local_size=2, fork=2) as run:
         run.wait(40, but=[run.started[3]])
         injector.only_fault(run)
         results = run.results()

@@ -66,7 +66,7 @@ def test_a_stopped_worker_is_named_after_the_timeout(
 ) -> None:
     """Large: the server blocks in the middle of its reply to the stopped worker."""
     injector = EventInjector(tmp_path).at(rank=1, step=3, phase=phase).stop()
-    with workers(zygote, tmp_path, 3, scenario(injector, size=size), local_size=3) as run:
+    with workers(zygote, tmp_path, 3, scenario(injector, size=size), local_size=3, fork=1) as run:
         stopped = run.started[1]
         run.wait(30, but=[stopped])
         fault = injector.only_fault(run)
@@ -85,7 +85,7 @@ def test_a_stopped_worker_is_named_after_the_timeout(
 
 def test_a_stopped_server_is_named_and_ended_by_its_worker(zygote: Zygote, tmp_path: Path) -> None:
     injector = EventInjector(tmp_path).at(rank=1, step=3, phase="forward").stop_server()
-    with workers(zygote, tmp_path, 2, scenario(injector, size="large")) as run:
+    with workers(zygote, tmp_path, 2, scenario(injector, size="large"), fork=1) as run:
         run.wait(30)
         fault = injector.only_fault(run)
         check_timed_out(run, fault["at_s"], [0, 1], r"server 1 \(beside rank 1\)")
@@ -96,7 +96,7 @@ def test_a_stopped_server_is_named_and_ended_by_its_worker(zygote: Zygote, tmp_p
 @pytest.mark.long
 def test_a_stopped_server_ends_when_its_worker_is_killed(zygote: Zygote, tmp_path: Path) -> None:
     injector = EventInjector(tmp_path).at(rank=1, step=3).stop_server_and_die()
-    with workers(zygote, tmp_path, 2, scenario(injector)) as run:
+    with workers(zygote, tmp_path, 2, scenario(injector), fork=1) as run:
         run.wait(30)
         fault = injector.only_fault(run)
         check_timed_out(run, fault["at_s"], [0], r"rank 1\b|server 1\b")

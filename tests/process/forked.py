@@ -30,8 +30,10 @@ _MOST_DESCRIPTORS = 16
 _POLL_S = 0.005
 
 
-def fork_servers(count: int, before: Callable[[], object] = lambda: None) -> list[int]:
-    """Returns their process ids; ``before`` is called in each when it becomes a server."""
+def fork_servers(count: int, before: Callable[[], object] = lambda: None) -> None:
+    """The next ``count`` of this process; ``before`` is called in each as it becomes a server."""
+    if not count:
+        return
     assert threading.active_count() == 1, "a fork takes one thread along"
     waiting: list[tuple[int, socket.socket]] = []
     for _ in range(count):
@@ -43,14 +45,12 @@ def fork_servers(count: int, before: Callable[[], object] = lambda: None) -> lis
         for end in [ours, *(end for _, end in waiting)]:
             end.close()  # or it would not see how its parent ends
         _become_server(its, before)
-    known = [pid for pid, _ in waiting]
 
     def start(command: Sequence[str], **about: Any) -> ForkedServer:
         return ForkedServer(*waiting.pop(0), command, **about)
 
     usual = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
     setattr(processes, "subprocess", SimpleNamespace(Popen=start, **usual))  # noqa: B010
-    return known
 
 
 def _become_server(asked: socket.socket, before: Callable[[], object]) -> NoReturn:

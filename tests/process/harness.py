@@ -216,17 +216,21 @@ def workers(
     *,
     local_size: int = 1,
     script: Path = SCRIPT,
+    fork: int = 0,
     **more: str,
 ) -> Iterator[Run]:
     """Ranks 0 to ``size`` - 1, started as torchrun does, but by nobody who would end the others.
 
     ``local_size`` 1: every worker is a node of its own and has a server. The rendezvous store is
-    ours, as it is torchrun's.
+    ours, as it is torchrun's. ``fork``: the servers and relays of a node, if they are not to
+    be programs of their own, which takes a second each (`tests.process.forked`).
     """
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with running(folder) as run:
         for rank in range(size):
             told = torchruns_variables(rank, store.port, size, local_size)
+            if fork and told["LOCAL_RANK"] == "0":
+                told["FORK_SERVERS"] = str(fork)
             run.start(zygote, run.environment(scenario, **told, **more), script=script)
         yield run
     del store

@@ -1,6 +1,6 @@
 """A worker of an elastic session that may have to die together with the server beside it.
 
-As `tests.process.elastic_script`, whose plan it takes. With ``FORK_SERVER`` the server is forked.
+As `tests.process.elastic_script`, whose plan it takes. ``FORK_SERVERS``: so many are forked.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def in_server(rank: int, worker: int) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("FORK_SERVER"):
-        fork_servers(1, partial(in_server, int(os.environ["RANK"]), os.getpid()))
+    before = partial(in_server, int(os.environ["RANK"]), os.getpid())
+    fork_servers(int(os.environ.get("FORK_SERVERS", "0")), before)
     elastic_script.die = die_with_server
     elastic_script.main()
     end_process()

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import foreprop
 from tests.faults.faults import Faults
+from tests.process.forked import fork_servers
 
 SIZES = {"small": (8, 16, 4), "large": (512, 2048, 512)}
 
@@ -124,4 +125,5 @@ def batches(loader: Any) -> Any:
 
 
 if __name__ == "__main__":
+    fork_servers(int(os.environ.get("FORK_SERVERS", "0")))
     main()
