@@ -176,6 +176,19 @@ def test_peaks_take_a_cost_of_every_pair_of_a_server_s_connections() -> None:
     assert len(list(processors.contended_summary(points))) == 5
 
 
+def test_another_compute_has_its_peaks_elsewhere() -> None:
+    """With 1 ms a batch, pairs of all connections: 2PS is fastest with two workers, not three."""
+    points = list(processors.tried(workers=(2, 3, 5), compute_s=(0.001,)))
+    assert len(points) == 2 * 2 * 2 * 3
+    for study in {point.study for point in points}:
+        found = {p.workers: p.images_per_s for p in points if (p.study, p.system) == (study, "2ps")}
+        if study.startswith(processors.OF_ALL):
+            assert max(found, key=found.__getitem__) == 2, found
+    _, _, *rows = processors.tried_summary(points)
+    assert len(rows) == 4
+    assert rows[0].startswith("| pairs of a server's, 1/27 | 1 ms | ")
+
+
 def test_computing_more_helps_where_links_are_congested() -> None:
     points = list(processors.trade_offs(workers=(4,)))
     batches = [p.images_per_s for p in points if p.study == "batches"]
