@@ -176,9 +176,12 @@ def gathered_costs(
 ) -> dict[str, float]:
     """s/GB that make the all-gather as slow as published, and as slow as servers; the first counts.
 
-    ``points``: of LM. On as many workers as the paper has, or on the most.
+    ``points``: of LM. On as many workers as the paper has, or on the most. Raises ValueError if
+    there are none.
     """
     parallax = curve(points, _SPARSE, HYBRID)
+    if not parallax:
+        raise ValueError(f"{HOROVOD} is fitted to {_SPARSE}: name it, too, or give three costs")
     first = next((p for p in parallax if p.workers == HOROVOD_WORKERS), parallax[-1])
     most, servers = parallax[-1], curve(points, _SPARSE, PS)[-1]
     wanted = {
@@ -236,7 +239,7 @@ def main(
     models = {name: known[name] for name in names.split(",")}
     points = read_points(folder / "parallax.json")
     points = _added(points, study(models, testbed, counts, used, chosen - {HOROVOD}), folder)
-    if HOROVOD in chosen and _SPARSE in models:
+    if HOROVOD in chosen and any(model.sparse_elems for model in models.values()):
         if len(given) < len(Costs._fields):
             found = gathered_costs(testbed, known[_SPARSE], points)
             for name, cost in found.items():

@@ -110,6 +110,8 @@ def test_parallax_s_study_fits_two_costs_and_predicts_all_else(
     assert found["LM", "ps", False].throughput < apart.throughput < fitted.throughput
     again = parallax.main(str(tmp_path), machines="3", names="ResNet-50", costs="0.5,5,2")
     assert len(again) == len(points) + 4  # added to the file
+    with pytest.raises(ValueError, match=r"horovod is fitted to LM: name it, too, or give three"):
+        parallax.gathered_costs(TESTBED, model, [p for p in points if p.model != "LM"])
     assert read_points(tmp_path / "parallax.json") == again
     for name in ("throughput", "scaling"):
         assert (tmp_path / f"parallax-{name}.png").stat().st_size > 10_000
