@@ -9,12 +9,15 @@ With a third file, records of `foreprop lab simulate` that were written before t
 measured ones are compared with these.
 
 cd docs/results; python ../../benchmarks/simulated_steps.py MEASURED predicted-steps predicted.json
+
+``--spread 0.3`` draws connections' windows (`Hosts.window_spread`). Steps are a block of the lab's:
+five after one that does not count, before which all workers have met.
 """
 
+import argparse
 import json
 import math
 import statistics
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +27,7 @@ from matplotlib.figure import Figure
 from foreprop.report.style import INK, QUIET, save, style_of
 from foreprop.simulate.run import simulate_lab
 from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
+from foreprop.workload.hosts import Hosts
 from foreprop.workload.profile import load_profile
 from foreprop.workload.records import Record, read_records
 
@@ -31,19 +35,21 @@ ITERATIONS = 5
 Point = dict[str, float | str]
 
 
-def main(results: str, name: str, predicted: str | None = None) -> dict[str, list[Point]]:
+def main(
+    results: str, name: str, predicted: str | None = None, *, hosts: Hosts | None = None
+) -> dict[str, list[Point]]:
     """Writes NAME.svg, NAME.png and NAME.json; prints the errors by system."""
     data = json.loads(Path(results).read_text())
     written = [] if predicted is None else read_records(Path(predicted))
     points: dict[str, list[Point]] = {}
     if isinstance(data, dict):
         for system, compared in data.items():
-            points[system] = [simulate_anew(system, point) for point in compared]
+            points[system] = [simulate_anew(system, point, hosts) for point in compared]
     else:
         for record in read_records(Path(results)):
             known = record.system in SIMULATED_SYSTEMS
             if known and record.has_usual_slices and not record.cpu_bound:
-                simulated = simulate(record) if predicted is None else find(record, written)
+                simulated = find(record, written) if predicted else simulate(record, hosts)
                 points.setdefault(record.system, []).append(compare(record, simulated))
     for line in table(points):
         print(line)
@@ -54,7 +60,7 @@ def main(results: str, name: str, predicted: str | None = None) -> dict[str, lis
     return points
 
 
-def simulate_anew(system: str, point: Point) -> Point:
+def simulate_anew(system: str, point: Point, hosts: Hosts | None = None) -> Point:
     """``point``: as it was written, of arrays divided by 16, as all the lab's are."""
     setting = SimulatedSetting(
         profile=load_profile(str(point["model"])),
@@ -65,7 +71,7 @@ def simulate_anew(system: str, point: Point) -> Point:
         iterations=ITERATIONS,
         warm_up=1,
     )
-    (simulated,) = simulate_lab(setting)
+    (simulated,) = simulate_lab(setting, hosts=hosts)
     return point | {"simulated_s": simulated.iteration_s.median}
 
 
@@ -96,7 +102,7 @@ def find(record: Record, written: list[Record]) -> Record:
     return same
 
 
-def simulate(record: Record) -> Record:
+def simulate(record: Record, hosts: Hosts | None = None) -> Record:
     setting = SimulatedSetting(
         profile=load_profile(record.model),
         systems=(record.system,),
@@ -108,7 +114,7 @@ def simulate(record: Record) -> Record:
         warm_up=1,
         slice_elems=record.slice_elems * record.scale,
     )
-    (simulated,) = simulate_lab(setting)
+    (simulated,) = simulate_lab(setting, hosts=hosts)
     return simulated
 
 
@@ -156,4 +162,10 @@ def _draw_points(points: dict[str, list[Point]], figure: Figure) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    for argument, many in (("results", None), ("name", None), ("predicted", "?")):
+        parser.add_argument(argument, nargs=many)
+    parser.add_argument("--spread", type=float, default=0.0)
+    given = parser.parse_args()
+    asked = (given.results, given.name, given.predicted)
+    main(*asked, hosts=Hosts(window_spread=given.spread))

@@ -62,7 +62,7 @@ def main(folder: str) -> None:
     for name, study in scorecharts.FILES.items():
         data = (results / f"{name}.json").read_bytes()
         write_chart(results, name, scorecharts.chart_of(study, scorecharts.decode(data)), data)
-    for name in ("simulated-steps", "predicted-steps"):
+    for name in ("simulated-steps", "predicted-steps", "preset-steps"):
         points = msgspec.json.decode((results / f"{name}.json").read_bytes())
         simulated_steps.draw(points, str(results / name))
     curves = msgspec.json.decode((results / "convergence.json").read_bytes())

@@ -14,8 +14,8 @@ Parallax's step on 36. All else follows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from experiments.papers.parallaxtables import (
     PS,
     SYSTEM,
     Point,
+    curve,
     merged,
     read_points,
     table_1,
@@ -171,48 +172,37 @@ def fit_gathered(testbed: Testbed, model: ParallaxModel, machines: int, wanted_s
 
 
 def gathered_costs(
-    testbed: Testbed, model: ParallaxModel, machines: Sequence[int], costs: Costs
+    testbed: Testbed, model: ParallaxModel, points: Sequence[Point]
 ) -> dict[str, float]:
     """s/GB that make the all-gather as slow as published, and as slow as servers; the first counts.
 
-    On as many machines as the paper has, or on the most.
+    ``points``: of LM. On as many workers as the paper has, or on the most. Raises ValueError if
+    there are none.
     """
-    most = max(machines)
-    published = HOROVOD_WORKERS // testbed.workers_per_machine
-    first = published if published in machines else most
-    about: dict[str, Any] = {"costs": costs}
-    parallax_s = {
-        count: testbed.simulate(_SPARSE, model, HYBRID, machines=count, **about).step_s
-        for count in sorted({first, most})
-    }
-    servers = testbed.simulate(_SPARSE, model, PS, machines=most, relays=False, **about)
+    parallax = curve(points, _SPARSE, HYBRID)
+    if not parallax:
+        raise ValueError(f"{HOROVOD} is fitted to {_SPARSE}: name it, too, or give three costs")
+    first = next((p for p in parallax if p.workers == HOROVOD_WORKERS), parallax[-1])
+    most, servers = parallax[-1], curve(points, _SPARSE, PS)[-1]
     wanted = {
-        f"{HOROVOD_SLOWER} times Parallax": (first, HOROVOD_SLOWER * parallax_s[first]),
-        f"{HOROVOD_SLOWER_LATER} times": (most, HOROVOD_SLOWER_LATER * parallax_s[most]),
+        f"{HOROVOD_SLOWER} times Parallax": (first, HOROVOD_SLOWER * first.step_s),
+        f"{HOROVOD_SLOWER_LATER} times": (most, HOROVOD_SLOWER_LATER * most.step_s),
         "as servers": (most, servers.step_s),
     }
     return {
-        f"{name}, {count * testbed.workers_per_machine} workers": fit_gathered(
-            testbed, model, count, wanted_s
-        )
-        for name, (count, wanted_s) in wanted.items()
+        f"{name}, {at.workers} workers": fit_gathered(testbed, model, at.machines, wanted_s)
+        for name, (at, wanted_s) in wanted.items()
     }
 
 
-def fit(testbed: Testbed, known: Mapping[str, ParallaxModel], machines: Sequence[int]) -> Costs:
-    """All three; prints what an all-gather would have to cost."""
-    most, sparse = max(machines), known[_SPARSE]
-    servers = Costs(fit_dense(testbed, known[_DENSE], most), fit_rows(testbed, sparse, most))
-    gathered = gathered_costs(testbed, sparse, machines, servers)
-    for name, cost in gathered.items():
-        print(f"all-gather of lists, {name}: {cost:.3f} s/GB", flush=True)
-    return servers._replace(gathered_s_per_gb=next(iter(gathered.values())))
-
-
 def study(
-    models: Mapping[str, ParallaxModel], testbed: Testbed, machines: Sequence[int], costs: Costs
+    models: Mapping[str, ParallaxModel],
+    testbed: Testbed,
+    machines: Sequence[int],
+    costs: Costs,
+    systems: Collection[str],
 ) -> Iterator[Point]:
-    """Every system (Figs. 12, 13), the most machines first, and there Table 4's other steps."""
+    """Systems (Figs. 12, 13), the most machines first, and there Table 4's other steps."""
     most = max(machines)
     for name, model in models.items():
         sparse = model.sparse_elems > 0
@@ -222,9 +212,10 @@ def study(
             if count == most:
                 asked += [(HYBRID, False)] * sparse + [(PS, True)]
             for system, relays in asked:
-                yield testbed.simulate(
-                    name, model, system, machines=count, costs=costs, relays=relays
-                )
+                if system in systems:
+                    yield testbed.simulate(
+                        name, model, system, machines=count, costs=costs, relays=relays
+                    )
 
 
 def main(
@@ -232,24 +223,45 @@ def main(
     machines: str = "2,4,6,8",
     names: str = "ResNet-50,InceptionV3,LM,NMT",
     costs: str | None = None,
+    systems: str = ",".join(SYSTEM),
 ) -> list[Point]:
     """Adds to parallax.json, draws Figs. 12 and 13, prints the tables.
 
-    ``costs``: of dense bytes, of rows and of gathered ones, s/GB, as 0.5,5,2; None: fitted.
+    ``costs``: of dense bytes, of rows and of gathered ones, s/GB, as 0.5,5,2; what is left out is
+    fitted. ``systems``: those that are simulated anew.
     """
     folder, known, testbed = Path(out), four_models(), Testbed()
     counts = [int(count) for count in machines.split(",")]
-    if costs is None:
-        used = fit(testbed, known, counts)
-    else:
-        used = Costs(*map(float, costs.split(",")))
-    print(
-        f"{used.dense_s_per_gb:.3f} s/GB of dense arrays, {used.row_s_per_gb:.3f} of rows,"
-        f" {used.gathered_s_per_gb:.3f} of gathered ones"
-    )
-    points = read_points(folder / "parallax.json")
+    chosen = set(systems.split(","))
+    given = [] if costs is None else [float(cost) for cost in costs.split(",")]
+    used = Costs(*given) if given else fit_servers(testbed, known, max(counts))
+    print(f"{used.dense_s_per_gb:.3f} s/GB of dense arrays, {used.row_s_per_gb:.3f} of rows")
     models = {name: known[name] for name in names.split(",")}
-    for point in study(models, testbed, counts, used):
+    points = read_points(folder / "parallax.json")
+    points = _added(points, study(models, testbed, counts, used, chosen - {HOROVOD}), folder)
+    if HOROVOD in chosen and any(model.sparse_elems for model in models.values()):
+        if len(given) < len(Costs._fields):
+            found = gathered_costs(testbed, known[_SPARSE], points)
+            for name, cost in found.items():
+                print(f"all-gather of lists, {name}: {cost:.3f} s/GB", flush=True)
+            used = used._replace(gathered_s_per_gb=next(iter(found.values())))
+        points = _added(points, study(models, testbed, counts, used, {HOROVOD}), folder)
+    draw(folder)
+    sizes = {name: (m.dense_elems, m.sparse_elems, m.alpha) for name, m in known.items()}
+    for line in (*table_1(sizes, points), "", *table_4(points)):
+        print(line)
+    return points
+
+
+def fit_servers(testbed: Testbed, known: Mapping[str, ParallaxModel], machines: int) -> Costs:
+    return Costs(
+        fit_dense(testbed, known[_DENSE], machines), fit_rows(testbed, known[_SPARSE], machines)
+    )
+
+
+def _added(points: list[Point], made: Iterator[Point], folder: Path) -> list[Point]:
+    """With each as soon as it is there, in the file, too."""
+    for point in made:
         points = merged(points, [point])
         print(
             f"{point.label}, {point.workers} workers: {point.step_s:.3f} s,"
@@ -257,10 +269,6 @@ def main(
             flush=True,
         )
         write_records(folder / "parallax.json", points)
-    draw(folder)
-    sizes = {name: (m.dense_elems, m.sparse_elems, m.alpha) for name, m in known.items()}
-    for line in (*table_1(sizes, points), "", *table_4(points)):
-        print(line)
     return points
 
 

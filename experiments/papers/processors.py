@@ -40,8 +40,10 @@ CONTENDED = (
     (OF_ALL, 512, 0.003, 111e-6),
 )
 """What disturbs each other, hidden units, compute and cost of a pair, s. The first one has both
-published peaks, found by trying 1 to 4 ms and costs of 1/27 and 1/40 of that.
+published peaks; it was found among `tried`.
 """
+TRIED_S, TRIED_SHARES = (0.001, 0.002, 0.003, 0.004), (27, 40)
+"""Compute of a batch, and which part of it a pair costs."""
 _FAST = 10e9
 """A link that does not count, bit/s."""
 _STEPS, _UNCOUNTED = 8, 2
@@ -156,13 +158,20 @@ def pairs_of(counted: str, servers: int, workers: int) -> int:
 
 
 def contended(
-    counted: str, hidden: int, compute_s: float, pair_s: float, workers: Sequence[int] = WORKERS
+    counted: str,
+    hidden: int,
+    compute_s: float,
+    pair_s: float,
+    workers: Sequence[int] = WORKERS,
+    *,
+    systems: Sequence[str] = tuple(SERVERS),
+    study: str | None = None,
 ) -> Iterator[Throughput]:
     """What it takes: every pair of connections costs a server ``pair_s`` more in each step.
 
     Threads that share a processor, or flows that share a switch, cost each other time: coherency,
     in Gunther's Universal Scalability Law, which makes peaks where contention alone makes plateaus.
-    c is fitted anew to 1PS's maximum.
+    c is fitted anew to 1PS's maximum. ``study``: what it is called, ``counted`` by default.
     """
     profile = mlp_profile(hidden)
     gigabytes = 4e-9 * sum(a.rows * a.row_elems for a in profile.arrays)
@@ -182,10 +191,27 @@ def contended(
         return point.step_s
 
     byte_cost = fitted(step_s, at * BATCH / images_per_s, first=(1.0, 5.0), within=_FITTED_TO)
-    for system in SERVERS:
+    for system in systems:
         for count in workers:
             slow = cost(system, count, byte_cost)
-            yield simulate(counted, system, workers=count, server_s_per_gb=slow, **about)  # type: ignore[arg-type]
+            yield simulate(
+                study or counted,
+                system,
+                workers=count,
+                server_s_per_gb=slow,
+                **about,  # type: ignore[arg-type]
+            )
+
+
+def tried(
+    workers: Sequence[int] = WORKERS, compute_s: Sequence[float] = TRIED_S
+) -> Iterator[Throughput]:
+    """1PS and 2PS with 256 hidden units: which compute and cost of a pair have both peaks."""
+    for counted, seconds, share in itertools.product(
+        (OF_A_SERVER, OF_ALL), compute_s, TRIED_SHARES
+    ):
+        about = (counted, 256, seconds, seconds / share, workers)
+        yield from contended(*about, systems=("1ps", "2ps"), study=f"{counted}, 1/{share}")
 
 
 def trade_offs(workers: Sequence[int] = (2, 4, 7)) -> Iterator[Throughput]:
@@ -208,6 +234,7 @@ def main(out: str, workers: str = "2,3,4,5,6,7") -> list[Throughput]:
     found = []
     makes = [contended(*case, workers=counts) for case in CONTENDED]
     makes = [peaks(counts), *makes, trade_offs([n for n in (2, 4, 7) if n in counts])]
+    makes.append(tried(counts))
     for point in itertools.chain.from_iterable(makes):
         found.append(point)
         print(
@@ -217,7 +244,7 @@ def main(out: str, workers: str = "2,3,4,5,6,7") -> list[Throughput]:
             flush=True,
         )
     write_records(Path(out) / "processors.json", found)
-    for line in (*summary(found), "", *contended_summary(found)):
+    for line in (*summary(found), "", *contended_summary(found), "", *tried_summary(found)):
         print(line)
     return found
 
@@ -256,6 +283,21 @@ def contended_summary(found: Sequence[Throughput]) -> Iterator[str]:
         at, published = PUBLISHED.get(system, ("", 0))
         where = f"{most.workers} | {at}: {published:,}" if published else f"{most.workers} |"
         yield f"| {counted} | {hidden} | `{system}` | {shown} | {where} |"
+
+
+def tried_summary(found: Sequence[Throughput]) -> Iterator[str]:
+    """By compute and cost of a pair, with how many workers 1PS and 2PS have most images/s."""
+    yield "| disturb each other, a pair's part | compute | 1PS most with | 2PS most with |"
+    yield "|---|---|---|---|"
+    cases: dict[tuple[str, float], dict[str, list[Throughput]]] = {}
+    for point in found:
+        if ", 1/" in point.study:
+            by_system = cases.setdefault((point.study, point.compute_s), {})
+            by_system.setdefault(point.system, []).append(point)
+    for (study, compute_s), by_system in cases.items():
+        most = [max(points, key=lambda point: point.images_per_s) for points in by_system.values()]
+        shown = " | ".join(f"{point.workers} ({point.images_per_s:,.0f})" for point in most)
+        yield f"| {study} | {1e3 * compute_s:g} ms | {shown} |"
 
 
 def _case(point: Throughput) -> tuple[int, float, float]:

@@ -110,6 +110,8 @@ def test_parallax_s_study_fits_two_costs_and_predicts_all_else(
     assert found["LM", "ps", False].throughput < apart.throughput < fitted.throughput
     again = parallax.main(str(tmp_path), machines="3", names="ResNet-50", costs="0.5,5,2")
     assert len(again) == len(points) + 4  # added to the file
+    with pytest.raises(ValueError, match=r"horovod is fitted to LM: name it, too, or give three"):
+        parallax.gathered_costs(TESTBED, model, [p for p in points if p.model != "LM"])
     assert read_points(tmp_path / "parallax.json") == again
     for name in ("throughput", "scaling"):
         assert (tmp_path / f"parallax-{name}.png").stat().st_size > 10_000
@@ -174,6 +176,19 @@ def test_peaks_take_a_cost_of_every_pair_of_a_server_s_connections() -> None:
     flat = [p.images_per_s for p in free if p.system == "2ps"]
     assert flat == sorted(flat)  # no peak without it
     assert len(list(processors.contended_summary(points))) == 5
+
+
+def test_another_compute_has_its_peaks_elsewhere() -> None:
+    """With 1 ms a batch, pairs of all connections: 2PS is fastest with two workers, not three."""
+    points = list(processors.tried(workers=(2, 3, 5), compute_s=(0.001,)))
+    assert len(points) == 2 * 2 * 2 * 3
+    for study in {point.study for point in points}:
+        found = {p.workers: p.images_per_s for p in points if (p.study, p.system) == (study, "2ps")}
+        if study.startswith(processors.OF_ALL):
+            assert max(found, key=found.__getitem__) == 2, found
+    _, _, *rows = processors.tried_summary(points)
+    assert len(rows) == 4
+    assert rows[0].startswith("| pairs of a server's, 1/27 | 1 ms | ")
 
 
 def test_computing_more_helps_where_links_are_congested() -> None:

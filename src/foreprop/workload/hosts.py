@@ -35,7 +35,7 @@ class Kernel:
     window_bytes: int
     """Sent and not acknowledged."""
     window_spread: float
-    """Deviation of the logarithm of a window, drawn anew every half second; 0: all are alike."""
+    """Deviation of the logarithm of a window, drawn anew every two seconds; 0: all are alike."""
     burst_bytes: int
     """What the simulation moves as one: more costs accuracy, less costs time."""
     latency_s: float
