@@ -7,6 +7,7 @@ import copy
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -591,3 +592,29 @@ def test_a_newcomer_must_know_which_rank_it_is(monkeypatch: pytest.MonkeyPatch) 
     current_world()  # whatever the process was before
     with pytest.raises(ConfigError, match="join is 'a:1', and RANK or WORLD_SIZE is not set"):
         foreprop.parallelize(model, optimizer, **{**ELASTIC, "join": "a:1"})
+
+
+QUESTION = encode_header(Kind.SERVERS, 0, 1, 0, 0, -1, 0)
+IDLE = {"nothing": b"", "half a question": QUESTION[:20], "a question": QUESTION}
+
+
+@pytest.mark.parametrize("said", sorted(IDLE))
+def test_a_newcomer_comes_through_five_hundred_idle_connections(tmp_path: Path, said: str) -> None:
+    """At both servers; whoever is closed to make room does not come again."""
+    joined = Joined(3, {1: 3})
+
+    def again(rank: int) -> Any:
+        with contextlib.ExitStack() as crowd:
+            for _ in range(250):
+                for server in joined.servers:
+                    host, port = server.rsplit(":", 1)
+                    idle = crowd.enter_context(socket.create_connection((host, int(port))))
+                    with contextlib.suppress(OSError):
+                        idle.sendall(IDLE[said])
+            started_s = time.monotonic()
+            came = joined.come(rank)
+            assert time.monotonic() - started_s < 10
+            return came
+
+    joined.again = again
+    check(joined, joined.run(tmp_path), tmp_path)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from plan_example import GBIT, setting, sparse_profile
 
+from foreprop.auto import compressing
 from foreprop.auto.compressing import choose_compression, codecs_as_setting
 from foreprop.config import Config
 from foreprop.core.codec import codec_of
 from foreprop.core.manifest import ParameterInfo
+from foreprop.simulate.compressed import CodecChoice
+from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.profile import Profile, ProfiledArray
 
 WITH_BIASES = Profile(
@@ -58,3 +63,25 @@ def test_names_of_any_letters_are_what_a_session_takes(name: str) -> None:
     config = Config(compression=said)
     assert codec_of(name, config.codecs) != "none"
     assert codec_of("blocks0.weight", config.codecs) == "none"
+
+
+class Asked(Exception):
+    """With how many elements to a slice."""
+
+
+def test_of_large_models_larger_slices_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait meanwhile for what rank 0 chooses."""
+
+    def note(simulated: SimulatedSetting, **changes: Any) -> CodecChoice:
+        assert simulated.slice_elems == 50_000  # of which is chosen
+        raise Asked(changes["slice_elems"])
+
+    monkeypatch.setattr(compressing, "choose_codecs", note)
+    array = ProfiledArray(name="words.weight", shape=(10_000_000, 100), forward_flops=1e6)
+    large = setting(profile=Profile(name="large", arrays=(array,)))
+    with pytest.raises(Asked) as asked:
+        choose_compression(large, Config())
+    assert asked.value.args == (800_000,)
+    with pytest.raises(Asked) as asked:
+        choose_compression(setting(), Config())
+    assert asked.value.args == (50_000,)

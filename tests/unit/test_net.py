@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import sys
 import termios
@@ -31,6 +32,7 @@ from foreprop.link.stream import (
     round_trips_us,
     tune,
 )
+from foreprop.servers.main import close_with_the_last
 
 HEADER = b"header--"
 
@@ -415,3 +417,22 @@ def test_a_loopback_address_is_not_announced_to_other_machines() -> None:
         check_reachable("127.0.1.1", "node0", None)
     with pytest.raises(ConfigError, match=r"interface is 'lo' .*127\.0\.0\.1.* or leave it out"):
         check_reachable("127.0.0.1", "node0", "lo")
+
+
+class Relaying:
+    """Like a relay, as far as its end goes."""
+
+
+def test_links_that_relays_share_are_closed_once_and_with_the_last() -> None:
+    """A descriptor that is closed twice may be somebody else's by then."""
+    links = NodeLinks("test-net-relays", 1, 2, 1e9)
+    descriptors = [link._descriptor for link in links._links]
+    relays: list[Any] = [Relaying() for _ in range(3)]
+    close_with_the_last(links, relays)
+    while relays:
+        for descriptor in descriptors:
+            os.fstat(descriptor)
+        relays.pop()
+    for descriptor in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from typer.testing import CliRunner
 
 from foreprop.cli.main import app
 from foreprop.core.codec import choices_of
-from foreprop.core.codecfacts import Coded
+from foreprop.core.codecfacts import Coded, codec_named
 from foreprop.core.frames import NO_TOKEN, SendFrame
+from foreprop.core.justenough import MOST_CORES
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import ConfigError
 from foreprop.model.planner import Candidate, PlanSetting, deployment_for
@@ -143,6 +145,27 @@ def test_what_a_peer_sends_is_decoded_one_after_the_other() -> None:
     assert coder.decoded_s(0, frame(0, 0, Kind.NOTIFY), 1.3) == 1.75  # behind what came before
 
 
+def test_threads_beyond_the_cores_share_them() -> None:
+    coder = Coder(CODED, shared=False)
+    assert coder.encoded_s(frame(0, 0), 1.0) == 1.5
+    assert coder.encoded_s(frame(MOST_CORES, 0), 1.0) == 2.0
+    assert coder.decoded_s(0, frame(0, 0, Kind.REPLY), 1.0) == 1.25
+    assert coder.decoded_s(MOST_CORES, frame(0, 0, Kind.REPLY), 1.0) == 1.5
+    assert coder.decoded_s(1, frame(0, 0), 1.0, 2 * MOST_CORES) == 1.5
+
+
+def test_many_nodes_do_not_make_a_machine_s_codecs_quicker() -> None:
+    """On endlessly fast links a step still takes what its own gradients take to be encoded."""
+    exact = codec_named("lossless")
+    plan = PlanSetting(
+        profile=MODEL, compute_s=1e-4, nodes=64, rate_bits_per_s=1e13, latency_s=1e-6
+    )
+    deployment = deployment_for(plan, Candidate("p2p", "p3"))
+    coded_s = step_s(replace(deployment, codecs=[exact] * len(MODEL.arrays)))
+    whole = exact.coded(sum(math.prod(array.shape) for array in MODEL.arrays), ranks=64)
+    assert coded_s >= whole.encode_s / MOST_CORES > step_s(deployment)
+
+
 def test_codecs_that_are_slower_than_the_link_make_steps_longer() -> None:
     quick = {"compute_s": 0.001, "rate_bits_per_s": 40e9, "iterations": 2}
     assert record(compression="lossless", **quick).iteration_s.median > (
@@ -203,6 +226,15 @@ def test_auto_is_exact_where_exact_is_in_time() -> None:
     chosen = choose_codecs(setting(balance=0.2))
     assert chosen.compression == "none"
     assert chosen.enough.is_exact
+
+
+def test_all_weights_in_one_vector_are_no_bias() -> None:
+    arrays = (
+        ProfiledArray(name="params", shape=(4_000_000,), forward_flops=1e6),
+        ProfiledArray(name="bias", shape=(500_000,), forward_flops=1e6),
+    )
+    chosen = choose_codecs(setting(profile=Profile(name="vector", arrays=arrays), balance=4.0))
+    assert [codec.facts.exact for codec in chosen.enough.codecs] == [False, True]
 
 
 def test_auto_can_be_asked_for_nothing_lossier() -> None:

@@ -12,11 +12,13 @@ from foreprop.core.manifest import ParameterInfo
 from foreprop.model.planner import PlanSetting
 from foreprop.simulate.compressed import choose_codecs
 from foreprop.simulate.setting import SimulatedSetting
-from foreprop.simulate.slicesize import as_simulated
+from foreprop.simulate.slicesize import as_simulated, slices_of
 from foreprop.workload.wirecodecs import arrays_in_order
 
 _MOST_NODES_EACH = 4
 """Of more, one worker stands for all, as where slices are chosen."""
+_MOST_SLICES, _LARGE_ELEMS = 2048, 1_000_000
+"""Of more, larger ones are simulated: the others' steps wait for what is chosen."""
 
 
 def choose_compression(
@@ -53,6 +55,8 @@ def choose_compression(
         slice_elems=slice_elems,
         symmetric=setting.nodes > _MOST_NODES_EACH,
     )
+    while slices_of(simulated.layers, slice_elems) > _MOST_SLICES and slice_elems < _LARGE_ELEMS:
+        slice_elems *= 2
     changes = as_simulated(config, slice_elems)
     chosen = choose_codecs(simulated, allowed=allowed, lossless=lossless, **changes)
     pairs = zip(arrays_in_order(setting.profile), chosen.enough.codecs, strict=True)

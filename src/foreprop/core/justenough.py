@@ -39,7 +39,7 @@ _ABOUT_S = 1e-9
 """By which sums in another order may differ, and more."""
 _PACES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 """Of the links' rate what is counted on: what is urgent waits behind less on links that idle."""
-_WORTHWHILE = 0.95
+_WORTHWHILE = 1 / 1.02
 """Of the exact step: a choice with steps no shorter than that is not worth its loss."""
 _AS_QUICK = 1.01
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from foreprop.config import PRESETS
 from foreprop.core.codecfacts import Coded
+from foreprop.core.justenough import MOST_CORES
 from foreprop.core.parallax import ROW_NUMBER_BYTES
 from foreprop.core.slicing import plan_slices
 from foreprop.core.wire import HEADER_BYTES
@@ -197,6 +198,7 @@ class _Exchange:
         self._reply = preset["reply"]
         self._by_priority = preset["order"] == "priority"
         self._servers = deployment.servers
+        self._pushers = deployment.nodes * deployment.pushes_per_node
         self._pieces = pieces_of(deployment)
         self._parts: list[list[int]] = [[] for _ in ready_s]
         for number, piece in enumerate(self._pieces):
@@ -220,10 +222,13 @@ class _Exchange:
         for number in self._parts[parameter]:
             piece = self._pieces[number]
             send = partial(self._send, number, False, piece.size_bytes, self._received)
-            self._after("encode pushes", piece.server, piece.encode_s, send)
+            self._after("encode pushes", piece.server % MOST_CORES, piece.encode_s, send)
 
     def _after(self, what: str, server: int, seconds: float, then: Callable[[], None]) -> None:
-        """When a thread has done its work for this server, one thing after the other."""
+        """When a thread has done its work for this server, one thing after the other.
+
+        Of the threads of a worker, one for each server, no more than so many have a core.
+        """
         if not seconds:
             then()
             return
@@ -234,7 +239,8 @@ class _Exchange:
     def _received(self, number: int) -> None:
         piece = self._pieces[number]
         decoded = partial(self._pushed, number)
-        self._after("decode pushes", piece.server, piece.decode_s, decoded)
+        seconds = piece.decode_s * max(1.0, self._pushers / MOST_CORES)
+        self._after("decode pushes", piece.server, seconds, decoded)
 
     def _send(
         self, number: int, back: bool, size_bytes: float, done: Callable[[int], None]
@@ -300,7 +306,7 @@ class _Exchange:
     def _answered(self, number: int) -> None:
         piece = self._pieces[number]
         arrive = partial(self._arrived, number)
-        self._after("decode replies", piece.server, piece.decode_s, arrive)
+        self._after("decode replies", piece.server % MOST_CORES, piece.decode_s, arrive)
 
     def _arrived(self, number: int) -> None:
         parameter = self._pieces[number].parameter

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foreprop.config import Config
-from foreprop.link.pacing import unlink_links
+from foreprop.link.pacing import NodeLinks, unlink_links
 from foreprop.link.stream import SocketStream, Stream
 from foreprop.servers.nocompiler import do_without_compiler
 from foreprop.servers.processes import REPORT_S, ServerTask, node_links
@@ -120,10 +120,22 @@ def build_relays(
             world_size=task.world_size,
             upstream=stream,
         )
-        if links is not None:
-            weakref.finalize(relay, links.close)
         relays.append(relay)
+    if links is not None:
+        close_with_the_last(links, relays)
     return relays
+
+
+def close_with_the_last(links: NodeLinks, relays: Sequence[Relay]) -> None:
+    """They share the links, whose descriptors may be others' once they are closed."""
+    ends = iter([*([False] * (len(relays) - 1)), True])
+
+    def end() -> None:
+        if next(ends):
+            links.close()
+
+    for relay in relays:
+        weakref.finalize(relay, end)
 
 
 def _upstream(task: RelayTask, config: Config, server: int, sock: socket.socket) -> Stream:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from foreprop.session.training import Training
 
 
-_open: weakref.WeakSet[Lifetime] = weakref.WeakSet()
-"""The open sessions of this process, which are closed when it ends."""
+_open: weakref.WeakKeyDictionary[Lifetime, None] = weakref.WeakKeyDictionary()
+"""The open sessions of this process, closed when it ends as they began, on all ranks alike."""
 _exit_registered = False
 
 
@@ -44,7 +44,7 @@ class Lifetime:
     def begin(self) -> None:
         """The session is open."""
         global _exit_registered  # noqa: PLW0603 - once per process
-        _open.add(self)
+        _open[self] = None
         if not _exit_registered:
             _exit_registered = True
             atexit.register(_close_all)
@@ -101,7 +101,7 @@ class Lifetime:
         if self.closed:
             return
         self.closed = True
-        _open.discard(self)
+        _open.pop(self, None)
         training = self._training
         if not (training.stepped and training.first.is_over):
             from foreprop.session.unapplied import leave_without_step

@@ -46,8 +46,8 @@ def load_model_and_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, saved: State, where: Path
 ) -> None:
     """Raises `ConfigError` for another model's or optimizer's checkpoint. Before connecting."""
-    values: Mapping[str, Any] = saved.get("masters") or saved["model"]
     try:
+        values: Mapping[str, Any] = saved.get("masters") or saved["model"]
         missing, unexpected = model.load_state_dict(values, strict=False)
         remote = {name for name, value in model.state_dict().items() if _is_meta(value)}
         if lost := [*(set(missing) - remote), *unexpected]:

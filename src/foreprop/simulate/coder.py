@@ -2,7 +2,8 @@
 
 A slice is encoded when its turn has come, by the thread that sends to its peer, which sends nothing
 meanwhile. A server encodes a reply once, for all workers. What comes from a peer is decoded by the
-thread that receives from it, one frame after the other. Each thread has a core to itself.
+thread that receives from it, one frame after the other. Each thread has a core to itself, where
+there are no more than `core.justenough.MOST_CORES`; others share those.
 
 Where a relay adds up a node's gradients, these come to it as they are. It encodes the sum, and
 hands answers on in their code.
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from foreprop.core.codecfacts import Coded
 from foreprop.core.frames import SendFrame
+from foreprop.core.justenough import MOST_CORES
 from foreprop.core.wire import Flag, Kind
 
 if TYPE_CHECKING:
@@ -48,27 +50,37 @@ class Coder:
         self._shared = shared
         self._encodes = Kind.REPLY if shared else Kind.PUSH
         self._encoded: dict[int, tuple[int, float]] = {}  # by slice: of which step, and when
-        self._decoded_s: dict[int, float] = {}  # by peer: until when its thread is busy
+        self._encoding_s = [0.0] * MOST_CORES  # by core: until when it is busy
+        self._decoding_s = [0.0] * MOST_CORES
 
     def encoded_s(self, frame: SendFrame, now_s: float) -> float:
         """When it can be sent, if its turn is now."""
         if frame.kind != self._encodes or not _has_payload(frame):
             return now_s
-        ends_s = now_s + self._coded[frame.slice].encode_s
         if not self._shared:
-            return ends_s
+            return self._encode(frame, now_s)
         step, encoded_s = self._encoded.get(frame.slice, (-1, 0.0))
         if step != frame.step:
-            encoded_s = ends_s
+            encoded_s = self._encode(frame, now_s)
             self._encoded[frame.slice] = frame.step, encoded_s
         return max(now_s, encoded_s)
 
-    def decoded_s(self, peer: int, frame: SendFrame, at_s: float) -> float:
-        """When the frame is there, if its bytes are at ``at_s``; all of a peer's wait in line."""
-        ends_s = max(at_s, self._decoded_s.get(peer, 0.0))
+    def _encode(self, frame: SendFrame, now_s: float) -> float:
+        core = frame.peer % MOST_CORES
+        ends_s = max(now_s, self._encoding_s[core]) + self._coded[frame.slice].encode_s
+        self._encoding_s[core] = ends_s
+        return ends_s
+
+    def decoded_s(self, peer: int, frame: SendFrame, at_s: float, copies: int = 1) -> float:
+        """When the frame is there, if its bytes are at ``at_s``; all of a peer's wait in line.
+
+        ``copies``: so many peers have sent it.
+        """
+        core = peer % MOST_CORES
+        ends_s = max(at_s, self._decoding_s[core])
         if _has_payload(frame):
-            ends_s += self._coded[frame.slice].decode_s
-        self._decoded_s[peer] = ends_s
+            ends_s += self._coded[frame.slice].decode_s * max(1.0, copies / MOST_CORES)
+        self._decoding_s[core] = ends_s
         return ends_s
 
 

@@ -201,14 +201,14 @@ class Exchange:
     def take(self, message: Message, noticed: Callable[[Message], None]) -> None:
         """``noticed`` is called with it when the process has got there."""
         at_s = self._clock.now_s + self._hosts.receive_s
+        sender, frame = message
+        copies = self._agreement.copies(sender, frame) if self._crowds else 1
         if self._processor is not None:
-            sender, frame = message
-            copies = self._agreement.copies(sender, frame) if self._crowds else 1
             size_bytes = self._agreement.frame_bytes(frame)
             of_rows = self._agreement.has_rows(frame)
             at_s = max(at_s, self._processor.received_s(copies, size_bytes, of_rows=of_rows))
         if self._coder is not None:
-            at_s = self._coder.decoded_s(*message, at_s)
+            at_s = self._coder.decoded_s(*message, at_s, copies)
         self._clock.at(at_s, noticed, message)
 
 

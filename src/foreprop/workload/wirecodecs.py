@@ -6,6 +6,7 @@ DGC leaves biases and norms, arrays of one dimension, exact itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -24,6 +25,8 @@ from foreprop.core.justenough import Need
 from foreprop.errors import ConfigError
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
 
+_LARGE_ELEMS = 1_000_000
+"""No bias has so many, nor a norm."""
 HOOKS = "fp16, powersgd:RANK"
 """Of torch's DistributedDataParallel, what runs over gloo; its bf16 hook needs NCCL."""
 
@@ -78,8 +81,8 @@ def session_compression(text: str, profile: Profile, names: Sequence[str]) -> st
 
 
 def is_flat(array: ProfiledArray) -> bool:
-    """A bias, or what a norm multiplies with."""
-    return len(array.shape) < 2
+    """A bias, or what a norm multiplies with; not all of a network's weights in one vector."""
+    return len(array.shape) < 2 and math.prod(array.shape) < _LARGE_ELEMS
 
 
 def _some_names(arrays: Sequence[ProfiledArray]) -> str:

@@ -1,0 +1,34 @@
+"""What a process does with its open sessions when it ends."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from foreprop.session import lifetime
+
+
+class Open:
+    """As a session's lifetime, at the process's end."""
+
+    def __init__(self, number: int, closed: list[int]) -> None:
+        self._number, self._closed = number, closed
+
+    def close(self) -> None:
+        self._closed.append(self._number)
+
+
+def test_sessions_are_closed_in_the_order_in_which_they_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With staleness each close() is a meeting: in other orders ranks would wait for each other."""
+    closed: list[int] = []
+    sessions = [Open(number, closed) for number in range(40)]
+    random.Random(1).shuffle(sessions)  # so that no order of addresses is theirs
+    opened = type(lifetime._open)()
+    for session in sessions:
+        opened[session] = None  # type: ignore[index]
+    monkeypatch.setattr(lifetime, "_open", opened)
+    lifetime._close_all()
+    assert closed == [session._number for session in sessions]
