@@ -15,14 +15,14 @@ _MAKE_STATE = ("initial_accumulator_value",)
 """The numbers that the classes themselves make a state of, Adagrad's."""
 
 
-Step = Callable[[torch.optim.Optimizer], object]
+Step = Callable[[Any], object]
 """What ``step()`` of a class is, without what torch puts around it."""
 
 
 class PartOptimizer:
     """The optimizer of one slice; made for its first update, with the group of that."""
 
-    __slots__ = ("_cls", "_group", "_made", "_options", "_parameter", "_received", "_untried")
+    __slots__ = ("_cls", "_options", "_parameter", "_received", "group", "made")
 
     def __init__(
         self, cls: type[torch.optim.Optimizer], parameter: torch.nn.Parameter, **options: Any
@@ -30,10 +30,10 @@ class PartOptimizer:
         self._cls = cls
         self._parameter = parameter
         self._options = options
-        self._made: torch.optim.Optimizer | None = None
-        self._group: Hyperparameters | None = None
         self._received: dict[str, Any] | None = None  # a state, to be used from the next update
-        self._untried = False  # whether it has a received state that no update has used yet
+        self.made: torch.optim.Optimizer | None = None
+        self.group: Hyperparameters | None = None
+        """What ``made`` can step with as it is; None: with nothing."""
 
     def update(self, step: Step, group: Hyperparameters, name: str) -> None:
         """By the parameter's gradient, with the numbers of ``group``.
@@ -41,38 +41,37 @@ class PartOptimizer:
         Raises `TrainingLoopError` if a state that has been received is not for it; ``name`` is the
         parameter's.
         """
-        if self._made is None:
-            self._made = begin_optimizer(self._cls, self._parameter, group, **self._options)
-        elif self._group is not group:
-            self._made.param_groups[0].update(optimizer_arguments(group))
-        self._group = group
-        if self._received is not None:
-            self._made.state[self._parameter] = self._received
-            self._received, self._untried = None, True
+        if self.made is None:
+            self.made = begin_optimizer(self._cls, self._parameter, group, **self._options)
+        else:
+            self.made.param_groups[0].update(optimizer_arguments(group))
+        self.group = group
+        received, self._received = self._received, None
+        if received is not None:
+            self.made.state[self._parameter] = received
         try:
-            step(self._made)
+            step(self.made)
         except Exception as error:  # whatever torch makes of a state that is another optimizer's
-            if not self._untried:
+            if received is None:
                 raise
             raise TrainingLoopError(
                 f"parameter {name}: the optimizer state that rank 0 has loaded does not fit"
                 f" {self._cls.__name__} ({type(error).__name__}: {error}): load the state of the"
                 " same optimizer"
             ) from error
-        self._untried = False
 
     @property
     def state(self) -> Mapping[str, Any]:
         """As the next update will find it."""
         if self._received is not None:
             return self._received
-        return {} if self._made is None else self._made.state.get(self._parameter, {})
+        return {} if self.made is None else self.made.state.get(self._parameter, {})
 
     def replace_state(self, state: dict[str, Any]) -> None:
         """From the next update on; an empty one is an optimizer's own at its start."""
-        self._received = state or None
+        self._received, self.group = state or None, None
         if self._received is None:
-            self._made = None
+            self.made = None
 
 
 def begin_optimizer(

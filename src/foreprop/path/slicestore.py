@@ -239,9 +239,12 @@ class SliceStore:
             self._clip(tensors, total, coefficient)
         dtype = tensors.parameter.dtype
         tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
-        number = tensors.piece.parameter
-        group, name = groups[self._group_of[number]], self._names[number]
-        tensors.optimizer.update(self._step, group, name)
+        number, optimizer = tensors.piece.parameter, tensors.optimizer
+        group = groups[self._group_of[number]]
+        if optimizer.group is group:
+            self._step(optimizer.made)
+        else:
+            optimizer.update(self._step, group, self._names[number])
         tensors.parameter.grad = None
         self._keep(tensors, total)
 
