@@ -299,7 +299,9 @@ def test_the_next_rank_s_buffers_count_if_the_lowest_one_dies(
     found = joined.run(tmp_path)
     assert found[0] is None
     first = joined.began[2]
-    assert joined.stats[1]["left"][0]["step"] == first - 1
+    assert joined.stats[1]["left"][0]["step"] in (first - 2, first - 1), (
+        "its last pushes may be lost"
+    )
     shown.check(2, first, 1, 3)
 
 
