@@ -65,6 +65,7 @@ def failure_after(
         if both:
             for worker in workers:
                 assert worker.expect(Kind.REPLY) != gradient(0.0)
+            for worker in workers:
                 worker.close()
         running.wait()
         (failure,) = running.failure
