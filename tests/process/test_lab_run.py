@@ -151,7 +151,10 @@ def test_codecs_beside_exact_ones_and_hooks_of_ddp(tmp_path: Path) -> None:
     assert 0.4 < counted["p3+lossless"] / exact < 0.95
     for name in ("p3+none", "p3", "p3+lossless"):  # of 2 nodes half is for the other's server
         frames = int(found[name].counted_frames) // 2
-        assert sent[name] == pytest.approx(limit.carried_bytes(frames, counted[name] / 2), rel=0.05)
+        # how many small frames are acknowledged at once goes by when they come
+        rough = 0.05 if counted[name] / 2 / frames > limit.PACKET_BYTES else 0.1
+        carried = limit.carried_bytes(frames, counted[name] / 2)
+        assert sent[name] == pytest.approx(carried, rel=rough)
     assert sent[hook] < 0.75 * sent["p3+none"]
     assert found["p3"].coded == "all of the bytes in int8"
     assert str(found["p3+lossless"].coded).startswith("all of the bytes in lossless:0.")
