@@ -27,6 +27,15 @@ def test_a_long_path_with_high_bandwidth_gets_what_it_can_hold() -> None:
     assert settled(SendBound(MIB), rate_bytes_per_us=1_250, idle_us=2_000) == MIB
 
 
+def test_the_shortest_round_trip_is_remembered() -> None:
+    """The kernel's is of five minutes, in which links of a training may always have a queue."""
+    bound = SendBound(24_000)
+    for shortest_us in (150, 5_000):
+        for _ in range(10):
+            bound.observe(6_000, shortest_us)
+    assert bound.bytes == 6_000
+
+
 @given(
     st.floats(1.0, 5_000.0),
     st.floats(20.0, 5_000.0),

@@ -9,6 +9,8 @@ Peterson 1994): where they take about as long as the shortest ever, nothing queu
 
 from __future__ import annotations
 
+import math
+
 _NO_QUEUE = 1.5
 """Round trips that are up to so many times the shortest: there is no queue, so there is room."""
 _QUEUE = 3.0
@@ -23,16 +25,23 @@ def least_bytes(most_bytes: int) -> int:
 
 
 class SendBound:
-    """Of one connection; begins with ``most_bytes``, and never falls below `least_bytes`."""
+    """Of one connection; begins with ``most_bytes``, and never falls below `least_bytes`.
+
+    It remembers the shortest round trip: the kernel's is that of the last five minutes
+    (``tcp_min_rtt_wlen``), in which busy links may always have had a queue. A path that becomes
+    longer for good so keeps the least.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         self.bytes = most_bytes
         self._least_bytes = least_bytes(most_bytes)
         self._most_bytes = most_bytes
+        self._shortest_us = math.inf
 
-    def observe(self, round_trip_us: int, shortest_us: int) -> bool:
+    def observe(self, round_trip_us: int, shortest_us: float) -> bool:
         """A frame has left when round trips took so long; whether the bound is another now."""
         before = self.bytes
+        self._shortest_us = shortest_us = min(self._shortest_us, shortest_us)
         if round_trip_us > _QUEUE * shortest_us:
             self.bytes = max(self._least_bytes, before // 2)
         elif round_trip_us < _NO_QUEUE * shortest_us:
