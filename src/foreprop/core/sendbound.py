@@ -4,12 +4,11 @@ What the kernel has taken can be overtaken no more. So it is to have little: the
 passes it soon, and less waits in the queues in front of links, where pushes and replies of all
 nodes meet. Too little would leave the link idle, on paths whose bandwidth x round-trip time is
 larger. The round trips of the frames themselves tell which it is, as in TCP Vegas (Brakmo and
-Peterson 1994): where they take about as long as the shortest ever, nothing queues.
+Peterson 1994): where they take about as long as the shortest ever, nothing queues. The kernel's is
+that of five minutes (``tcp_min_rtt_wlen``), in which busy links may always have had a queue.
 """
 
 from __future__ import annotations
-
-import math
 
 _NO_QUEUE = 1.5
 """Round trips that are up to so many times the shortest: there is no queue, so there is room."""
@@ -25,18 +24,13 @@ def least_bytes(most_bytes: int) -> int:
 
 
 class SendBound:
-    """Of one connection; begins with ``most_bytes``, and never falls below `least_bytes`.
-
-    It remembers the shortest round trip: the kernel's is that of the last five minutes
-    (``tcp_min_rtt_wlen``), in which busy links may always have had a queue. A path that becomes
-    longer for good so keeps the least.
-    """
+    """Of one connection; begins with ``most_bytes``, and never falls below `least_bytes`."""
 
     def __init__(self, most_bytes: int) -> None:
         self.bytes = most_bytes
         self._least_bytes = least_bytes(most_bytes)
         self._most_bytes = most_bytes
-        self._shortest_us = math.inf
+        self._shortest_us = float("inf")
 
     def observe(self, round_trip_us: int, shortest_us: float) -> bool:
         """A frame has left when round trips took so long; whether the bound is another now."""
