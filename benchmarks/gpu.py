@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -40,6 +39,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sent: dict[str, float] = {}
     sums: dict[str, list[float]] = {}
     with Cluster(serve, setting, nodes=options.nodes, network=network) as cluster:
+        device = cluster.ask_all(("device", ""))[0]
         for name in options.systems:
             _say(f"{name}: starting")
             cluster.ask_all(("build", name))
@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             cluster.ask_all(("close", name))
     return {
         "setting": setting._asdict() | {"nodes": options.nodes, "rate_bits_per_s": options.rate},
-        "device": _name_of(options.device),
+        "device": device,
         "torch": torch.__version__,
         "systems": {
             name: {
@@ -75,15 +75,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _name_of(device: str) -> str:
-    """The maker's. In a process of its own: who has used CUDA cannot fork who uses it."""
-    if device == "cpu":
-        return device
-    ask = f"import torch; print(torch.get_device_module({device!r}).get_device_name({device!r}))"
-    ran = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
-    return ran.stdout.strip()
 
 
 def _outer_tenths(values: Sequence[float]) -> tuple[float, float]:

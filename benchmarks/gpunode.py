@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import itertools
-import os
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -15,9 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from foreprop.compare.ddp import bf16_hook
 from foreprop.config import Config
 from foreprop.lab.network import interface_bytes
 from foreprop.lab.systems import join_process_group
+from foreprop.path.asyncdevice import TorchAccelerator
 from foreprop.session.session import Session, connect
 
 DISCARDED_STEPS = 2
@@ -155,18 +156,8 @@ def _wrapped(model: nn.Module, *, bf16: bool) -> nn.Module:
     join_process_group()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if bf16:
-        wrapped.register_comm_hook(None, _bf16_hook)
+        wrapped.register_comm_hook(None, bf16_hook)
     return wrapped
-
-
-def _bf16_hook(group: Any, bucket: Any) -> Any:
-    """torch's. By its own name `register_comm_hook` takes it for NCCL only."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    return default_hooks.bf16_compress_hook(group, bucket)
-
-
-_bf16_hook.__annotations__ = {}
 
 
 def _config(system: str) -> Config:
@@ -196,7 +187,6 @@ def serve(rank: int, connection: Connection, argument: Any) -> None:
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     device = torch.device(setting.device)
-    os.environ["LOCAL_RANK"] = "0"
     systems: dict[str, Training] = {}
     while True:
         kind, name, *details = connection.recv()
@@ -204,10 +194,12 @@ def serve(rank: int, connection: Connection, argument: Any) -> None:
         if kind == "build":
             systems[name] = Training(name, setting, rank, device)
         elif kind == "steps":
-            before = interface_bytes()[0], time.process_time()
+            before = interface_bytes()[0]
             steps = systems[name].steps(*details)
-            sent = interface_bytes()[0] - before[0]
-            answer = steps[DISCARDED_STEPS:], sent / len(steps), time.process_time() - before[1]
+            sent = interface_bytes()[0] - before
+            answer = steps[DISCARDED_STEPS:], sent / len(steps)
+        elif kind == "device":
+            answer = TorchAccelerator(device).name
         elif kind == "sum":
             answer = systems[name].sum()
         elif kind == "close":

@@ -49,7 +49,7 @@ def buckets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return done
 
     count.__annotations__.clear()
-    monkeypatch.setattr(ddp, "_compressed", count)
+    monkeypatch.setattr(ddp, "bf16_hook", count)
     return sizes
 
 

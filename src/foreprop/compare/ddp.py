@@ -32,13 +32,13 @@ class Inner(torch.nn.Module):
         return self._own_forward(*inputs, **named)
 
 
-def _compressed(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """torch's hook. By its own name `register_comm_hook` takes it for NCCL only; gloo can do it."""
     return bf16_compress_hook(group, bucket)
 
 
 # DDP looks at them, and here they are texts
-_compressed.__annotations__ = dict(bf16_compress_hook.__annotations__)
+bf16_hook.__annotations__ = dict(bf16_compress_hook.__annotations__)
 
 
 class ReducedForward:
@@ -78,7 +78,7 @@ class Reduction:
             Inner(model), find_unused_parameters=find_unused
         )
         if bf16:
-            self._ddp.register_comm_hook(None, _compressed)
+            self._ddp.register_comm_hook(None, bf16_hook)
         self._passes, self._expected = 0, 1
         self._is_reduced, self._accumulates = True, True
         self._versions: int | None = None
