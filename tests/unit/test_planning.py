@@ -115,10 +115,13 @@ def test_of_a_table_only_the_rows_count_that_a_step_touches() -> None:
 
 
 # Which slices.
-def test_the_middle_one_of_equally_good_sizes_is_picked() -> None:
-    assert pick({1: 2.0, 2: 1.0, 4: 1.001, 8: 1.002, 16: 2.0}) == 4
-    assert pick({1: 2.0, 2: 1.0, 4: 1.001, 8: 2.0}) == 2
-    assert pick({1: 2.0, 2: 1.1, 4: 1.0}) == 4
+def test_of_equally_good_sizes_the_one_that_suits_the_rate_is_picked() -> None:
+    assert [pick({1: 2.0, 2: 1.0, 4: 1.001, 8: 1.002}, near=near) for near in (1, 5, 64)] == [
+        2,
+        4,
+        8,
+    ]
+    assert pick({1: 2.0, 2: 1.1, 4: 1.0}, near=1) == 4
 
 
 def test_sizes_are_tried_from_the_usual_one_on_until_two_are_no_better() -> None:

@@ -33,7 +33,7 @@ class Slice(NamedTuple):
 
 SLICE_ELEMS = 50_000
 """P3's choice (section 5.7), which it made on four machines."""
-_LEAST_USUAL_ELEMS = 12_500
+LEAST_SLICE_ELEMS = 12_500
 _MOST_SERVERS_WITH_FULL_SLICES = 8
 BIG_ARRAY_ELEMS = 1_000_000
 """KVStore splits larger arrays over all servers."""
@@ -48,7 +48,7 @@ def usual_slice_elems(servers: int, *, uneven: bool = False) -> int:
     """
     few = SLICE_ELEMS * _MOST_SERVERS_WITH_FULL_SLICES // servers
     usual = min(SLICE_ELEMS, few)
-    return max(_LEAST_USUAL_ELEMS, usual // 2 if uneven else usual)
+    return max(LEAST_SLICE_ELEMS, usual // 2 if uneven else usual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

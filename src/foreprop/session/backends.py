@@ -241,6 +241,10 @@ def connect(training: Training, row_wise: Collection[str], needs: Needs) -> None
     training.parameters, training.tables = [], []
     training.averaging = training.remote = None
     training.first = FirstStep(training, needs)
+    if training.world.local_size < training.world.size:
+        from foreprop.session.suitedslices import suit_slices
+
+        suit_slices(training)
     setup = _setup(training, row_wise)
     training.backends = backends = connect_backends(setup)
     training.infos, training.every_parameter = setup.infos, backends.every_parameter

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from foreprop.config import Config
+from foreprop.core.ratedslices import slice_elems_at
 from foreprop.core.slicing import SLICE_ELEMS
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
@@ -73,7 +74,10 @@ def choose_slice_elems(
     sizes = [size for size in CANDIDATES if slices_of(layers, size) <= _MOST_SLICES]
     tried = search(sizes or CANDIDATES[-1:], lambda size: _step_s(setting, config, size))
     cpu_s = {size: slices_of(layers, size) * _SLICE_CPU_S for size in tried}
-    chosen = pick({size: step_s + _CPU_PRICE * cpu_s[size] for size, step_s in tried.items()})
+    elems = sum(size for layer in layers for size in layer.sizes_elems)
+    suited = slice_elems_at(rate_bits_per_s, servers=nodes, elems=elems)
+    cost_s = {size: step_s + _CPU_PRICE * cpu_s[size] for size, step_s in tried.items()}
+    chosen = pick(cost_s, near=suited)
     return SliceChoice(chosen, tried)
 
 
@@ -96,11 +100,14 @@ def slices_of(layers: Sequence[Layer], slice_elems: int) -> int:
     return sum(math.ceil(size / slice_elems) for layer in layers for size in layer.sizes_elems)
 
 
-def pick(cost_s: Mapping[int, float]) -> int:
-    """The middle one of those that are as good as the best: the farthest from what is worse."""
+def pick(cost_s: Mapping[int, float], *, near: int) -> int:
+    """Of those that are as good as the best, the nearest to what links of that rate suit.
+
+    For that some things count that are not simulated (`core.ratedslices`).
+    """
     enough_s = (1 + _TOLERANCE) * min(cost_s.values())
-    good = sorted(size for size, seconds in cost_s.items() if seconds <= enough_s)
-    return good[(len(good) - 1) // 2]
+    good = (size for size, seconds in cost_s.items() if seconds <= enough_s)
+    return min(good, key=lambda size: abs(math.log2(size / near)))
 
 
 def _step_s(setting: SimulatedSetting, config: Config, size: int) -> float:

@@ -9,6 +9,8 @@ from typing import Any
 
 from foreprop.config import Config, LocalAggregation
 from foreprop.config.sources import resolve_with_sources
+from foreprop.core.ratedslices import slice_elems_at
+from foreprop.core.slicing import usual_slice_elems
 from foreprop.errors import ConfigError
 
 DIVIDED = ("slice_elems", "big_array_elems", "chunk_elems", "unsent_bytes", "push_window_bytes")
@@ -32,6 +34,18 @@ def slice_elems_from_environment() -> int | None:
             "FOREPROP_SLICE_ELEMS is 'auto', which the systems auto and p3-auto are for; unset it"
         )
     return None if found is None else int(found)
+
+
+def default_slice_elems(nodes: int, elems: int, rate_bits_per_s: float | None) -> int:
+    """What a session on so many nodes cuts a model of so many elements into.
+
+    Without a rate it is P3's size. That is for models whose arrays are divided: what a slice costs
+    the hosts is not, so that slices which suit fast or slow links would be too small or too few.
+    """
+    uneven = "node_rates" in settings_found()
+    if rate_bits_per_s is None:
+        return usual_slice_elems(nodes, uneven=uneven)
+    return slice_elems_at(rate_bits_per_s, servers=nodes, elems=elems, uneven=uneven)
 
 
 def local_aggregation() -> LocalAggregation:

@@ -19,7 +19,7 @@ from foreprop.core.staleness import Staleness
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 from foreprop.workload import criticalpath, limit
-from foreprop.workload.foundsettings import settings_found, slice_elems_from_environment
+from foreprop.workload.foundsettings import default_slice_elems, slice_elems_from_environment
 from foreprop.workload.limit import BYTES_PER_ELEM, model_bytes
 from foreprop.workload.links import CrossTraffic, LinkRate, check_links
 from foreprop.workload.network import Network
@@ -244,8 +244,9 @@ class LabSetting:
     @property
     def unscaled_slice_elems(self) -> int:
         """``slice_elems``, or what the environment says, or the default."""
-        uneven = "node_rates" in settings_found()
-        return self._asked_slice_elems or usual_slice_elems(self.nodes, uneven=uneven)
+        elems, rate = model_bytes(self.layers) // BYTES_PER_ELEM, self.rate
+        found = default_slice_elems(self.nodes, int(elems), rate if self.scale == 1 else None)
+        return self._asked_slice_elems or found
 
     @property
     def _asked_slice_elems(self) -> int | None:
