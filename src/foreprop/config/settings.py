@@ -100,8 +100,8 @@ class Config:
     )
     slice_elems: SliceElems = _setting(
         None,
-        "elements per slice; by default 50000 (P3 section 5.7), with more than 8 servers 400000 /"
-        " servers, at least 12500; auto: as the first steps and the links suggest",
+        "elements per slice; by default what the slowest link between nodes carries in 0.7 ms, and"
+        " on one machine 50000 (P3 section 5.7): see docs/tuning.md; auto: by simulation",
         1,
     )
     big_array_elems: int = _setting(

@@ -1,9 +1,8 @@
 """The one or two backends of a session: what is done once for all of them, and their connection.
 
 Servers have all parameters, or collectives have; or collectives have the dense ones and servers the
-row-wise ones (``hybrid``, as in Parallax). Each backend knows its own parameters only, by numbers
-of its own. A parameter talks to the engine that has it, and passes nothing here. They are connected
-at the session's start, and anew when a plan asks for others.
+row-wise ones (``hybrid``, as in Parallax). Each knows its own parameters only, by numbers of its
+own; a parameter talks to the engine that has it. They are connected anew when a plan asks for it.
 """
 
 from __future__ import annotations

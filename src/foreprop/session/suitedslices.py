@@ -35,8 +35,7 @@ def suit_slices(training: Training) -> None:
     config, world = training.config, training.world
     per_node = config.workers_per_node or world.local_size
     nodes = -(-world.size // per_node)
-    meets_nobody = world.in_process or config.join is not None
-    if nodes == 1 or meets_nobody or is_loopback(world.host):
+    if nodes == 1 or config.join is not None or is_loopback(world.host):
         return
     world.limit_store(config)
     here, session = (
