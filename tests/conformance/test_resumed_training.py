@@ -234,6 +234,55 @@ def test_with_what_servers_keep_beside(tmp_path: Path, name: str) -> None:
 
 
 @once
+def test_masters_are_there_before_the_first_step(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"wire_dtype": "bfloat16", "update": "servers"}
+    stop(2, Training(tmp_path, stop_at=6, settings=settings))
+    saved = CheckpointFolder(tmp_path).open(4).read(SHARED)["sessions"][0]
+    assert not torch.equal(saved["masters"]["first.weight"], saved["model"]["first.weight"])
+    wanted = {name: one for name, one in saved["masters"].items() if name.startswith("first.")}
+
+    def resumed(world: World) -> None:
+        with seeded(world.rank):
+            model = Net()
+        with foreprop.parallelize(
+            model, momentum(model), world=world, resume=tmp_path, **settings
+        ) as session:
+            check_some(session.master_state_dict(), wanted)
+            with torch.no_grad():
+                model.first.weight[0, 0] = 7.0
+            weight = wanted["first.weight"].clone()
+            weight[0, 0] = 7.0
+            check_some(session.master_state_dict(), {**wanted, "first.weight": weight})
+
+    run_cluster(2, resumed)
+
+
+@once
+@pytest.mark.parametrize(
+    "settings", [{"architecture": "ring"}, *long_cases({"update": "workers"})], ids=str
+)
+def test_who_has_no_masters_goes_on_from_those(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Where workers update they have the values in full, whatever the wire's type is."""
+    before: dict[str, Any] = {"wire_dtype": "bfloat16", "update": "servers"}
+    stop(2, Training(tmp_path, stop_at=6, settings=before))
+    saved = CheckpointFolder(tmp_path).open(4).read(SHARED)["sessions"][0]
+
+    def resumed(world: World) -> dict[str, Any]:
+        with seeded(world.rank):
+            model = Net()
+        about = {"wire_dtype": "bfloat16", **settings}
+        with foreprop.parallelize(model, momentum(model), world=world, resume=tmp_path, **about):
+            return copy.deepcopy(dict(model.state_dict()))
+
+    for values in run_cluster(2, resumed):
+        check_some(values, {name: saved["masters"][name] for name in ("first.weight", "last.bias")})
+
+
+def check_some(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    check_same_bits({name: got[name] for name in wanted}, wanted)
+
+
+@once
 @pytest.mark.parametrize("architecture", long_cases("p2p", "ring"))
 def test_a_scaler_goes_on(tmp_path: Path, architecture: str) -> None:
     settings = {"architecture": architecture}

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from foreprop.checkpoints.loop import copied
 from foreprop.checkpoints.stored import SHARED
@@ -216,8 +215,7 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
     saved = found.read(SHARED)["sessions"][number]
     model, checkpoints = training.user.model, training.checkpoints
     if training.config.wire_dtype is not None and "masters" in saved:
-        training.flush()  # rank 0's values have come
-        _show_images(training, saved["model"])
+        checkpoints.begin_rounded(saved["model"], lambda: _shown_and_full(found, number))
     if training.config.compression is not None:
         parts = [found.rank_part(rank)["sessions"][number] for rank in found.ranks]
         checkpoints.load_state_dict(parts)
@@ -239,14 +237,10 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
     training.completed_before += found.step
 
 
-def _show_images(training: Training, values: Mapping[str, torch.Tensor]) -> None:
-    """The workers' values, rounded as they were. Servers have the masters, and are not told."""
-    own = dict(training.user.model.named_parameters())
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        for name, value in values.items():
-            if name in own and not own[name].is_meta:
-                with _unsafe_preserve_version_counter(own[name]):
-                    own[name].copy_(value)
+def _shown_and_full(found: Checkpoint, number: int) -> tuple[State, State]:
+    """Read anew: few ask before the first step, and nobody needs room for it later."""
+    saved = found.read(SHARED)["sessions"][number]
+    return saved["model"], saved["masters"]
 
 
 class LoneSnapshots:
