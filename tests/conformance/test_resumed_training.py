@@ -608,6 +608,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": lambda model: torch.optim.SGD([{"params": [p]} for p in model.parameters()])},
         "is of another model or optimizer",
     ),
+    "another kind of optimizer": (
+        {"optimizer": adam},
+        "of another model or optimizer: it was made with SGD, and the optimizer is Adam",
+    ),
     "not resumed": ({"resume": None}, r"has checkpoints already, the newest of step 8: go on from"),
     "another object": (
         {"more": nn.Linear(1, 1)},
@@ -623,6 +627,15 @@ def test_mistakes_are_named_on_all_ranks(stopped: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=says):
         on_both(lambda world: begin(world, stopped, **dict(changes)))
     assert CheckpointFolder(stopped).steps() == [8, 4]
+
+
+@pytest.mark.parametrize("architecture", ["p2p", *long_cases("ring")])
+def test_numbers_of_another_optimizer_are_not_taken(tmp_path: Path, architecture: str) -> None:
+    """torch takes them, and SGD would go on without the momentum that Adam's groups have not."""
+    settings = {"architecture": architecture}
+    stop(2, Training(tmp_path, optimizer="adam", stop_at=6, settings=settings))
+    with pytest.raises(ConfigError, match="was made with Adam, and the optimizer is SGD"):
+        on_both(lambda world: begin(world, tmp_path))
 
 
 class Unsaveable:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 
+_MADE_BY = "optimizer class"
+
 
 def buffers_of(model: torch.nn.Module) -> State:
     """A copy, also of those that no ``state_dict()`` has."""
@@ -46,6 +48,8 @@ def load_model_and_optimizer(
 ) -> None:
     """Raises `ConfigError` for another model's or optimizer's checkpoint. Before connecting."""
     try:
+        if optimizer is not None:
+            _check_kind(optimizer, saved.get(_MADE_BY))
         values: Mapping[str, Any] = saved.get("masters") or saved["model"]
         missing, unexpected = model.load_state_dict(values, strict=False)
         remote = {name for name, value in model.state_dict().items() if _is_meta(value)}
@@ -57,6 +61,13 @@ def load_model_and_optimizer(
         raise ConfigError(
             f"the checkpoint {where} is of another model or optimizer: {error}"
         ) from error
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, made_by: str | None) -> None:
+    """Another one's numbers and states would fit now, and not, or silently, in a step."""
+    name = type(optimizer).__name__
+    if made_by not in (None, name):  # None: of a foreprop that did not save it
+        raise ConfigError(f"it was made with {made_by}, and the optimizer is {name}")
 
 
 def _is_meta(value: Any) -> bool:
@@ -171,6 +182,7 @@ class ConnectedSnapshots:
             values = training.user.model.state_dict()
             remote = {name for name, value in values.items() if _is_meta(value)}
             state: State = {"model": copied(values), "optimizer": copied(optimizer.state_dict())}
+            state[_MADE_BY] = type(optimizer).__name__
             if _may_have_masters(training.config):
                 masters = training.checkpoints.master_state_dict()
                 if not all(_are_equal(values[name], value) for name, value in masters.items()):
@@ -313,6 +325,7 @@ class LoneSnapshots:
         state: State = {"model": copied(session._model.state_dict())}
         if session._optimizer is not None:
             state["optimizer"] = copied(session._optimizer.state_dict())
+            state[_MADE_BY] = type(session._optimizer).__name__
         if session.config.ema is not None:
             state["ema"] = session.ema_state_dict()
         return state
