@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -675,6 +676,30 @@ def test_without_a_session_or_an_optimizer(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match="was given no optimizer"),
     ):
         foreprop.checkpoint(tmp_path, every=1)
+
+
+def test_the_last_one_is_waited_for_also_while_an_older_error_is_handled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, or a loop that tries again; other ranks' parts come then as ever."""
+    own, ended = writing.CheckpointWriter.end, []
+
+    def end(self: Any, *, failed: bool) -> None:
+        ended.append(failed)
+        own(self, failed=failed)
+
+    monkeypatch.setattr(writing.CheckpointWriter, "end", end)
+    monkeypatch.setattr(sys, "last_value", KeyError("a cell before"), raising=False)
+
+    def work(world: World) -> None:
+        try:
+            raise KeyError("a try before")
+        except KeyError:
+            Training(tmp_path)(world)
+
+    run_cluster(2, work)
+    stop(2, Training(tmp_path / "stopped", stop_at=6))
+    assert ended == [False, False, True, True]
 
 
 def test_a_full_disk_is_an_error_and_leaves_the_last_one(

@@ -49,6 +49,7 @@ class CheckpointedLoop:
         self._every = every
         self._position = LoaderPosition(loader)
         self._in_epochs = False
+        self._errors_before = _errors()
         if first.joined_at is None:
             self._restore(first.resumed)
             self._token = agree_on_folder(folder, first)
@@ -204,9 +205,9 @@ class CheckpointedLoop:
 
     def _end(self) -> None:
         report_step(self._sessions[0].rank, self.step)
-        under_way = sys.exception() or getattr(sys, "last_value", None)
-        self._writer.end(failed=under_way is not None)
-        if under_way is None and self._sessions[0].is_elastic:
+        failed = any(new is not None and new not in self._errors_before for new in _errors())
+        self._writer.end(failed=failed)
+        if not failed and self._sessions[0].is_elastic:
             self._states.forget_all()
             forget_mark(self._folder, self._token)
 
@@ -255,6 +256,11 @@ class CheckpointedLoop:
                 one.load_state_dict(states[name])
             except Exception as error:  # whatever the user's object makes of it
                 raise ConfigError(f"{name} cannot go on from {where}: {error!r}") from error
+
+
+def _errors() -> tuple[BaseException | None, BaseException | None]:
+    """What is being handled, and what nobody has handled: at the start neither is this loop's."""
+    return sys.exception(), getattr(sys, "last_value", None)
 
 
 def copied(value: Any) -> Any:
