@@ -579,6 +579,32 @@ def test_the_one_before_a_damaged_one_is_taken(
     assert "the checkpoint of step 8 is damaged, and the one before it is taken" in caplog.text
 
 
+def test_where_none_is_whole_that_is_told(stopped: Path) -> None:
+    for part in stopped.glob("step-*/rank-1.pt"):
+        part.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"of 2 step\(s\), and none of them is whole"):
+        on_both(lambda world: begin(world, stopped))
+
+
+def test_a_fork_may_be_saved_at_once(stopped: Path, tmp_path: Path) -> None:
+    """In a folder of its own, which has nothing yet."""
+    forked = tmp_path / "forked"
+
+    def work(world: World) -> None:
+        with seeded():
+            model = Net()
+        optimizer = momentum(model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        with foreprop.parallelize(model, optimizer, world=world, resume=stopped):
+            objects = {"schedule": schedule, "scaler": scaler}
+            loop = foreprop.checkpoint(forked, every=4, **objects)
+            loop.save()
+
+    run_cluster(2, work)
+    assert CheckpointFolder(forked).steps() == [8]
+
+
 def on_both(work: Callable[[World], Any]) -> None:
     """Both ranks are told the same."""
 

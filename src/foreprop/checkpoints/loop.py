@@ -13,6 +13,7 @@ from foreprop.checkpoints.agreeing import (
     check_saveable,
     check_shared,
     forget_mark,
+    is_from,
     token_of,
 )
 from foreprop.checkpoints.loopstates import LoopStates
@@ -60,6 +61,8 @@ class CheckpointedLoop:
             self._join(first, first.joined_at)
         goes_on = first.resumed is not None or first.joined_at is not None
         self._saved_step = first.step if goes_on else None
+        """The last one whose turn it was; it is in the folder, or so ``_has_saved`` says."""
+        self._has_saved = first.resumed is None or is_from(folder, first.resumed)
         self._writer = CheckpointWriter(
             folder,
             rank=first.rank,
@@ -173,9 +176,9 @@ class CheckpointedLoop:
     def _save(self, position: State) -> None:
         self._writer.wait()
         step, rank = self.step, self._sessions[0].rank
-        if step == self._saved_step:
+        if step == self._saved_step and self._has_saved:
             return
-        self._saved_step = step
+        self._saved_step, self._has_saved = step, True
         report_step(rank, step)
         unfinished = self._folder.begin(step, self._token)
         for session in self._sessions:
