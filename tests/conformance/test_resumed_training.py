@@ -560,6 +560,27 @@ def test_averages_that_come_or_go_are_told(
     assert says in caplog.text
 
 
+@once
+@pytest.mark.parametrize("after", [None, *long_cases("dgc:0.3")])
+def test_what_another_codec_does_not_take_is_told(
+    after: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop(2, Training(tmp_path, stop_at=6, settings={"compression": "int8"}))
+
+    def work(world: World) -> None:
+        with seeded():
+            model = Net()
+        foreprop.parallelize(
+            model, momentum(model), world=world, resume=tmp_path, compression=after
+        ).close()
+
+    run_cluster(2, work)
+    told = [text for text in caplog.messages if "kept back of the gradients of" in text]
+    assert len(told) == 1
+    assert "first.bias, first.weight, last.bias" in told[0]
+    assert f"is dropped: compression is {after!r} now" in told[0]
+
+
 # What goes wrong.
 @pytest.fixture
 def stopped(tmp_path: Path) -> Path:

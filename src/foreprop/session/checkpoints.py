@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from foreprop.config import LOGGER
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.numerics.moving_average import averaged_state_dict, averages_from
 from foreprop.path.tensors import AVERAGE
@@ -115,15 +116,25 @@ class Checkpoints:
         return {"residuals": found}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        from foreprop.compression.residuals import divided
+        from foreprop.compression.residuals import check_states, divided, entries
+
+        check_states(states)
 
         training = self._training
         world, averages = training.world, training.config.reduction == "mean"
         training.flush()
+        taken: set[tuple[str, str]] = set()
         for codecs in self._codecs():
             ranks = codecs.residuals.ranks
             own = divided(states, ranks=ranks, world_size=world.size, averages=averages)
-            codecs.residuals.replace(own)
+            taken |= codecs.residuals.replace(own)
+        given = {(name, key) for state in states for name, key, _ in entries(state)}
+        if world.rank == 0 and (lost := sorted({name for name, _ in given - taken})):
+            LOGGER.warning(
+                "what codecs have kept back of the gradients of %s is dropped: compression is %r"
+                " now, and was another one",
+                *(", ".join(lost), training.config.compression),
+            )
 
     def _codecs(self) -> list[PushCodecs | CodedSums]:
         backends = self._training.backends.all

@@ -228,9 +228,8 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
     model, checkpoints = training.user.model, training.checkpoints
     if training.config.wire_dtype is not None and "masters" in saved:
         checkpoints.begin_rounded(saved["model"], lambda: _shown_and_full(found, number))
-    if training.config.compression is not None:
-        parts = [found.rank_part(rank)["sessions"][number] for rank in found.ranks]
-        checkpoints.load_state_dict(parts)
+    ranks = found.ranks if training.config.compression is not None else found.ranks[:1]
+    checkpoints.load_state_dict([found.rank_part(rank)["sessions"][number] for rank in ranks])
     averages = _averages_in(saved, training.config, found.path)
     if averages is not None:
         with checkpoints.tables_left_out():
