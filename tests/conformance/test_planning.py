@@ -19,6 +19,7 @@ from foreprop.model.planner import PlanSetting
 from tests.conformance.parity import (
     Batch,
     batches_of,
+    check_same_bits,
     check_world_of_one,
     check_world_of_two,
     run_foreprop,
@@ -102,6 +103,36 @@ def test_other_slices_are_really_used(monkeypatch: pytest.MonkeyPatch) -> None:
         counts.append(trained[0].stats["pushes"])
     sizes = [parameter.numel() for parameter in small_model().parameters()]
     assert counts[1] - counts[0] == sum(-(-size // 7) for size in sizes)
+
+
+def embedded() -> nn.Module:
+    """With a table that is held row by row beside the slices."""
+    return nn.Sequential(nn.Embedding(7, 5, sparse=True), small_model())
+
+
+def train_embedded(model: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.abs().sum(1).to(torch.int64) % 7), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "loop"), [(small_model, train_classifier), (embedded, train_embedded)]
+)
+def test_other_slices_keep_what_the_wires_type_rounds_off(
+    make: Any, loop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are so small that many of them make one in bfloat16."""
+    use_plan(monkeypatch, slice_elems=7)
+    build, batches = with_sgd(make, lr=1e-3, momentum=0), batches_of(2, count=12)
+    settings = {"architecture": "p2p", "wire_dtype": "bfloat16"}
+    whole, anew = (
+        run_foreprop(build, loop, batches, slice_elems=slice_elems, **settings)
+        for slice_elems in (7, "auto")
+    )
+    for ours, theirs in zip(anew, whole, strict=True):
+        check_same_bits(ours.model, theirs.model)
 
 
 def test_on_one_machine_nothing_is_planned_and_that_is_told(

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -231,6 +232,55 @@ SETTINGS: dict[str, dict[str, Any]] = {
 )
 def test_with_what_servers_keep_beside(tmp_path: Path, name: str) -> None:
     check_goes_on(2, tmp_path, 10, 8, optimizer="adam", settings=SETTINGS[name])
+
+
+@once
+def test_masters_are_there_before_the_first_step(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"wire_dtype": "bfloat16", "update": "servers"}
+    stop(2, Training(tmp_path, stop_at=6, settings=settings))
+    saved = CheckpointFolder(tmp_path).open(4).read(SHARED)["sessions"][0]
+    assert not torch.equal(saved["masters"]["first.weight"], saved["model"]["first.weight"])
+    wanted = {name: one for name, one in saved["masters"].items() if name.startswith("first.")}
+
+    def resumed(world: World) -> None:
+        with seeded(world.rank):
+            model = Net()
+        with foreprop.parallelize(
+            model, momentum(model), world=world, resume=tmp_path, **settings
+        ) as session:
+            check_some(session.master_state_dict(), wanted)
+            with torch.no_grad():
+                model.first.weight[0, 0] = 7.0
+            weight = wanted["first.weight"].clone()
+            weight[0, 0] = 7.0
+            check_some(session.master_state_dict(), {**wanted, "first.weight": weight})
+
+    run_cluster(2, resumed)
+
+
+@once
+@pytest.mark.parametrize(
+    "settings", [{"architecture": "ring"}, *long_cases({"update": "workers"})], ids=str
+)
+def test_who_has_no_masters_goes_on_from_those(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Where workers update they have the values in full, whatever the wire's type is."""
+    before: dict[str, Any] = {"wire_dtype": "bfloat16", "update": "servers"}
+    stop(2, Training(tmp_path, stop_at=6, settings=before))
+    saved = CheckpointFolder(tmp_path).open(4).read(SHARED)["sessions"][0]
+
+    def resumed(world: World) -> dict[str, Any]:
+        with seeded(world.rank):
+            model = Net()
+        about = {"wire_dtype": "bfloat16", **settings}
+        with foreprop.parallelize(model, momentum(model), world=world, resume=tmp_path, **about):
+            return copy.deepcopy(dict(model.state_dict()))
+
+    for values in run_cluster(2, resumed):
+        check_some(values, {name: saved["masters"][name] for name in ("first.weight", "last.bias")})
+
+
+def check_some(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    check_same_bits({name: got[name] for name in wanted}, wanted)
 
 
 @once
@@ -510,6 +560,27 @@ def test_averages_that_come_or_go_are_told(
     assert says in caplog.text
 
 
+@once
+@pytest.mark.parametrize("after", [None, *long_cases("dgc:0.3")])
+def test_what_another_codec_does_not_take_is_told(
+    after: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop(2, Training(tmp_path, stop_at=6, settings={"compression": "int8"}))
+
+    def work(world: World) -> None:
+        with seeded():
+            model = Net()
+        foreprop.parallelize(
+            model, momentum(model), world=world, resume=tmp_path, compression=after
+        ).close()
+
+    run_cluster(2, work)
+    told = [text for text in caplog.messages if "kept back of the gradients of" in text]
+    assert len(told) == 1
+    assert "first.bias, first.weight, last.bias" in told[0]
+    assert f"is dropped: compression is {after!r} now" in told[0]
+
+
 # What goes wrong.
 @pytest.fixture
 def stopped(tmp_path: Path) -> Path:
@@ -527,6 +598,32 @@ def test_the_one_before_a_damaged_one_is_taken(
     part.write_bytes(part.read_bytes()[:-100])
     check_same(run(2, Training(stopped)), whole, first=4)
     assert "the checkpoint of step 8 is damaged, and the one before it is taken" in caplog.text
+
+
+def test_where_none_is_whole_that_is_told(stopped: Path) -> None:
+    for part in stopped.glob("step-*/rank-1.pt"):
+        part.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"of 2 step\(s\), and none of them is whole"):
+        on_both(lambda world: begin(world, stopped))
+
+
+def test_a_fork_may_be_saved_at_once(stopped: Path, tmp_path: Path) -> None:
+    """In a folder of its own, which has nothing yet."""
+    forked = tmp_path / "forked"
+
+    def work(world: World) -> None:
+        with seeded():
+            model = Net()
+        optimizer = momentum(model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        with foreprop.parallelize(model, optimizer, world=world, resume=stopped):
+            objects = {"schedule": schedule, "scaler": scaler}
+            loop = foreprop.checkpoint(forked, every=4, **objects)
+            loop.save()
+
+    run_cluster(2, work)
+    assert CheckpointFolder(forked).steps() == [8]
 
 
 def on_both(work: Callable[[World], Any]) -> None:
@@ -559,6 +656,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": lambda model: torch.optim.SGD([{"params": [p]} for p in model.parameters()])},
         "is of another model or optimizer",
     ),
+    "another kind of optimizer": (
+        {"optimizer": adam},
+        "of another model or optimizer: it was made with SGD, and the optimizer is Adam",
+    ),
     "not resumed": ({"resume": None}, r"has checkpoints already, the newest of step 8: go on from"),
     "another object": (
         {"more": nn.Linear(1, 1)},
@@ -574,6 +675,15 @@ def test_mistakes_are_named_on_all_ranks(stopped: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=says):
         on_both(lambda world: begin(world, stopped, **dict(changes)))
     assert CheckpointFolder(stopped).steps() == [8, 4]
+
+
+@pytest.mark.parametrize("architecture", ["p2p", *long_cases("ring")])
+def test_numbers_of_another_optimizer_are_not_taken(tmp_path: Path, architecture: str) -> None:
+    """torch takes them, and SGD would go on without the momentum that Adam's groups have not."""
+    settings = {"architecture": architecture}
+    stop(2, Training(tmp_path, optimizer="adam", stop_at=6, settings=settings))
+    with pytest.raises(ConfigError, match="was made with Adam, and the optimizer is SGD"):
+        on_both(lambda world: begin(world, tmp_path))
 
 
 class Unsaveable:
@@ -613,6 +723,30 @@ def test_without_a_session_or_an_optimizer(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match="was given no optimizer"),
     ):
         foreprop.checkpoint(tmp_path, every=1)
+
+
+def test_the_last_one_is_waited_for_also_while_an_older_error_is_handled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, or a loop that tries again; other ranks' parts come then as ever."""
+    own, ended = writing.CheckpointWriter.end, []
+
+    def end(self: Any, *, failed: bool) -> None:
+        ended.append(failed)
+        own(self, failed=failed)
+
+    monkeypatch.setattr(writing.CheckpointWriter, "end", end)
+    monkeypatch.setattr(sys, "last_value", KeyError("a cell before"), raising=False)
+
+    def work(world: World) -> None:
+        try:
+            raise KeyError("a try before")
+        except KeyError:
+            Training(tmp_path)(world)
+
+    run_cluster(2, work)
+    stop(2, Training(tmp_path / "stopped", stop_at=6))
+    assert ended == [False, False, True, True]
 
 
 def test_a_full_disk_is_an_error_and_leaves_the_last_one(

@@ -54,8 +54,13 @@ def agree_on_folder(folder: CheckpointFolder, session: SavedSession) -> str:
 def _prepare(folder: CheckpointFolder, resumed: Checkpoint | None) -> None:
     folder.path.mkdir(parents=True, exist_ok=True)
     there = folder.steps()
-    goes_on = resumed is not None and resumed.path.parent.resolve() == folder.path.resolve()
+    goes_on = resumed is not None and is_from(folder, resumed)
     if there and not goes_on:
+        if folder.newest(lambda text: None) is None:
+            raise ConfigError(
+                f"{folder.path} has checkpoints of {len(there)} step(s), and none of them is whole:"
+                " there is nothing to go on from. Move them away, or name another folder"
+            )
         raise ConfigError(
             f"{folder.path} has checkpoints already, the newest of step {there[0]}: go on from it,"
             f" parallelize(..., resume={str(folder.path)!r}), or name another folder"
@@ -63,6 +68,11 @@ def _prepare(folder: CheckpointFolder, resumed: Checkpoint | None) -> None:
     if resumed is not None and goes_on:
         folder.remove(step for step in there if step > resumed.step)  # they are damaged
     folder.remove_unfinished()
+
+
+def is_from(folder: CheckpointFolder, found: Checkpoint) -> bool:
+    """Whether a checkpoint is one of this folder's, and not of one that a training forks from."""
+    return found.path.parent.resolve() == folder.path.resolve()
 
 
 def check_saveable(name: str, one: Any) -> None:

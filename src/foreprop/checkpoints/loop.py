@@ -13,6 +13,7 @@ from foreprop.checkpoints.agreeing import (
     check_saveable,
     check_shared,
     forget_mark,
+    is_from,
     token_of,
 )
 from foreprop.checkpoints.loopstates import LoopStates
@@ -49,6 +50,7 @@ class CheckpointedLoop:
         self._every = every
         self._position = LoaderPosition(loader)
         self._in_epochs = False
+        self._errors_before = _errors()
         if first.joined_at is None:
             self._restore(first.resumed)
             self._token = agree_on_folder(folder, first)
@@ -59,6 +61,8 @@ class CheckpointedLoop:
             self._join(first, first.joined_at)
         goes_on = first.resumed is not None or first.joined_at is not None
         self._saved_step = first.step if goes_on else None
+        """The last one whose turn it was; it is in the folder, or so ``_has_saved`` says."""
+        self._has_saved = first.resumed is None or is_from(folder, first.resumed)
         self._writer = CheckpointWriter(
             folder,
             rank=first.rank,
@@ -172,9 +176,9 @@ class CheckpointedLoop:
     def _save(self, position: State) -> None:
         self._writer.wait()
         step, rank = self.step, self._sessions[0].rank
-        if step == self._saved_step:
+        if step == self._saved_step and self._has_saved:
             return
-        self._saved_step = step
+        self._saved_step, self._has_saved = step, True
         report_step(rank, step)
         unfinished = self._folder.begin(step, self._token)
         for session in self._sessions:
@@ -204,9 +208,9 @@ class CheckpointedLoop:
 
     def _end(self) -> None:
         report_step(self._sessions[0].rank, self.step)
-        under_way = sys.exception() or getattr(sys, "last_value", None)
-        self._writer.end(failed=under_way is not None)
-        if under_way is None and self._sessions[0].is_elastic:
+        failed = any(new is not None and new not in self._errors_before for new in _errors())
+        self._writer.end(failed=failed)
+        if not failed and self._sessions[0].is_elastic:
             self._states.forget_all()
             forget_mark(self._folder, self._token)
 
@@ -255,6 +259,11 @@ class CheckpointedLoop:
                 one.load_state_dict(states[name])
             except Exception as error:  # whatever the user's object makes of it
                 raise ConfigError(f"{name} cannot go on from {where}: {error!r}") from error
+
+
+def _errors() -> tuple[BaseException | None, BaseException | None]:
+    """What is being handled, and what nobody has handled: at the start neither is this loop's."""
+    return sys.exception(), getattr(sys, "last_value", None)
 
 
 def copied(value: Any) -> Any:

@@ -51,10 +51,11 @@ class NodeResiduals:
         self._copies.replace({})
         return found
 
-    def replace(self, whole: Mapping[str, Arrays]) -> None:
+    def replace(self, whole: Mapping[str, Arrays]) -> set[tuple[str, str]]:
         """As `Residuals.replace`: the relays have them before the next push."""
-        self._copies.replace(whole)
+        taken = self._copies.replace(whole)
         for number in self._kept if self.ranks else ():
             data = encode_state(self._copies.get(number))
             self._engine.requests.send_state(number, 0, data, flags=Flag.RESIDUAL)
         self._copies.replace({})
+        return taken

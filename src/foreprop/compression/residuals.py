@@ -133,10 +133,11 @@ class Residuals:
                 flat.copy_(array)
         return found
 
-    def replace(self, whole: Mapping[str, Arrays]) -> None:
-        """Go on from such arrays; what is not named begins anew."""
+    def replace(self, whole: Mapping[str, Arrays]) -> set[tuple[str, str]]:
+        """Go on from such arrays; what is not named begins anew. Returns what was taken."""
         self._arrays.clear()
         self._scale_of.clear()
+        taken = set()
         for number, coded in self._slices.items():
             info = self._parameters[coded.piece.parameter]
             given = whole.get(info.name)
@@ -151,8 +152,10 @@ class Residuals:
                         f" {info.elems}"
                     )
                 arrays[key].copy_(flat[coded.piece.start_elems : coded.piece.stop_elems])
+                taken.add((info.name, key))
             self._arrays[number] = arrays
             self._scale_of[number] = 1.0
+        return taken
 
 
 def _is_flat(array: Any) -> bool:
@@ -170,24 +173,29 @@ def divided(
 
     Each has its own again; those of ranks that are no more are added to rank 0's. Where the sum of
     gradients is divided by the number of ranks (``averages``), they are multiplied with its ratio.
-    Raises `ConfigError` for anything else than a list of such states.
     """
-    if isinstance(states, Mapping) or not states:
-        raise ConfigError(
-            "states must be what session.state_dict() gave on all ranks, as a list in their order"
-        )
     ratio = world_size / len(states) if averages else 1.0
     own: dict[str, dict[str, torch.Tensor]] = {}
     for number, state in enumerate(states):
         if (number if number < world_size else 0) not in ranks:
             continue
-        for name, key, array in _entries(state):
+        for name, key, array in entries(state):
             parts = own.setdefault(name, {})
             parts[key] = parts[key] + array * ratio if key in parts else array * ratio
     return own
 
 
-def _entries(state: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
+def check_states(states: Any) -> None:
+    """Raises `ConfigError` for anything else than a list of what ranks have saved."""
+    if not isinstance(states, Sequence) or not all("residuals" in state for state in states):
+        states = ()
+    if not states:
+        raise ConfigError(
+            "states must be what session.state_dict() gave on all ranks, as a list in their order"
+        )
+
+
+def entries(state: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
     for name, arrays in state["residuals"].items():
         for key, array in arrays.items():
             yield name, key, array

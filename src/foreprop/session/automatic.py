@@ -38,6 +38,8 @@ class Automatic:
     def end_step(self) -> None:
         """After a step: measure the next one, or make and adopt the plan, or see how it did."""
         training = self._training
+        if training.completed == 1 and self._planning is None:
+            training.checkpoints.forget_start()
         if self._outlook is not None:
             training.report(self._outlook.end_step())
             if self._outlook.is_over:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from foreprop.config import LOGGER
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.numerics.moving_average import averaged_state_dict, averages_from
 from foreprop.path.tensors import AVERAGE
@@ -24,12 +26,16 @@ if TYPE_CHECKING:
 
     KeptState = LocalState | ServedState
 
+Values = Mapping[str, torch.Tensor]
+"""By parameter, in its shape."""
+
 
 class Checkpoints:
     """Between the steps of one session. Training thread."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
+        self._start: Callable[[], tuple[Values, Values]] | None = None
 
     def ema_state_dict(self) -> dict[str, Any]:
         training = self._training
@@ -52,11 +58,54 @@ class Checkpoints:
     def master_state_dict(self) -> dict[str, Any]:
         from foreprop.tables.parts import VALUES
 
+        with torch.no_grad(), self._tables_aside(self.masters(), VALUES) as masters:
+            return averaged_state_dict(self._training.user.model, self._own_parameters(), masters)
+
+    def masters(self) -> Sequence[torch.Tensor]:
+        """Each parameter's values in full, by the session's numbers."""
         training = self._training
         training.flush()
-        masters = self._by_number(lambda state: state.pull_masters(training.completed))
-        with torch.no_grad(), self._tables_aside(masters, VALUES) as masters:
-            return averaged_state_dict(training.user.model, self._own_parameters(), masters)
+        if training.completed or self._start is None:
+            return self._by_number(lambda state: state.pull_masters(training.completed))
+        (shown, full), rounded = self._start(), self._rounded()
+        return [
+            _in_full(own.parameter, shown[own.name], full[own.name])
+            if own.index in rounded and own.name in full
+            else own.parameter
+            for own in training.parameters
+        ]
+
+    def begin_rounded(self, shown: Values, start: Callable[[], tuple[Values, Values]]) -> None:
+        """Go on with the workers' values as they were, where servers have begun with them in full.
+
+        ``start`` gives what was ``shown``, and the same in full, to who asks before the first step.
+        """
+        self._training.flush()  # rank 0's values have come
+        self._start, rounded = start, self._rounded()
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for own in self._training.parameters:
+                if own.index in rounded and own.name in shown:
+                    with _unsafe_preserve_version_counter(own.parameter):
+                        own.parameter.copy_(shown[own.name])
+
+    def forget_start(self) -> None:
+        """A step has been made, or others are asked from now on."""
+        self._start = None
+
+    def _rounded(self) -> set[int]:
+        """The parameters that servers update, and so may have more of, but for remote tables."""
+        from foreprop.servers.served import ServedBackend
+
+        training = self._training
+        parts = training.backends.parts
+        served = (own for backend, own in parts if isinstance(backend, ServedBackend))
+        return {
+            number
+            for numbers in served
+            for number in numbers
+            if training.infos[number].init is None
+            and (training.infos[number].rows or not training.by_workers)
+        }
 
     # What lossy codecs have kept back.
     def state_dict(self) -> dict[str, Any]:
@@ -67,15 +116,25 @@ class Checkpoints:
         return {"residuals": found}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        from foreprop.compression.residuals import divided
+        from foreprop.compression.residuals import check_states, divided, entries
+
+        check_states(states)
 
         training = self._training
         world, averages = training.world, training.config.reduction == "mean"
         training.flush()
+        taken: set[tuple[str, str]] = set()
         for codecs in self._codecs():
             ranks = codecs.residuals.ranks
             own = divided(states, ranks=ranks, world_size=world.size, averages=averages)
-            codecs.residuals.replace(own)
+            taken |= codecs.residuals.replace(own)
+        given = {(name, key) for state in states for name, key, _ in entries(state)}
+        if world.rank == 0 and (lost := sorted({name for name, _ in given - taken})):
+            LOGGER.warning(
+                "what codecs have kept back of the gradients of %s is dropped: compression is %r"
+                " now, and was another one",
+                *(", ".join(lost), training.config.compression),
+            )
 
     def _codecs(self) -> list[PushCodecs | CodedSums]:
         backends = self._training.backends.all
@@ -163,6 +222,13 @@ class Checkpoints:
         self._training.settle_all()  # the updates so far go by the old state
         for backend in self._training.backends.all:  # servers clear it: they are last
             backend.state.replace(self._training.completed)
+
+
+def _in_full(parameter: torch.Tensor, shown: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """But for elements that have been changed by hand since they were shown."""
+    with torch._C.DisableTorchFunctionSubclass():
+        now = parameter.detach().cpu()
+        return torch.where(now == shown, full, now)
 
 
 def remote_tables(training: Training) -> RemoteTables:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from foreprop.checkpoints.loop import copied
 from foreprop.checkpoints.stored import SHARED
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from foreprop.session.training import Training
 
 State = dict[str, Any]
+
+_MADE_BY = "optimizer class"
 
 
 def buffers_of(model: torch.nn.Module) -> State:
@@ -47,6 +48,8 @@ def load_model_and_optimizer(
 ) -> None:
     """Raises `ConfigError` for another model's or optimizer's checkpoint. Before connecting."""
     try:
+        if optimizer is not None:
+            _check_kind(optimizer, saved.get(_MADE_BY))
         values: Mapping[str, Any] = saved.get("masters") or saved["model"]
         missing, unexpected = model.load_state_dict(values, strict=False)
         remote = {name for name, value in model.state_dict().items() if _is_meta(value)}
@@ -58,6 +61,13 @@ def load_model_and_optimizer(
         raise ConfigError(
             f"the checkpoint {where} is of another model or optimizer: {error}"
         ) from error
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, made_by: str | None) -> None:
+    """Another one's numbers and states would fit now, and not, or silently, in a step."""
+    name = type(optimizer).__name__
+    if made_by not in (None, name):  # None: of a foreprop that did not save it
+        raise ConfigError(f"it was made with {made_by}, and the optimizer is {name}")
 
 
 def _is_meta(value: Any) -> bool:
@@ -172,6 +182,7 @@ class ConnectedSnapshots:
             values = training.user.model.state_dict()
             remote = {name for name, value in values.items() if _is_meta(value)}
             state: State = {"model": copied(values), "optimizer": copied(optimizer.state_dict())}
+            state[_MADE_BY] = type(optimizer).__name__
             if _may_have_masters(training.config):
                 masters = training.checkpoints.master_state_dict()
                 if not all(_are_equal(values[name], value) for name, value in masters.items()):
@@ -216,11 +227,9 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
     saved = found.read(SHARED)["sessions"][number]
     model, checkpoints = training.user.model, training.checkpoints
     if training.config.wire_dtype is not None and "masters" in saved:
-        training.flush()  # rank 0's values have come
-        _show_images(training, saved["model"])
-    if training.config.compression is not None:
-        parts = [found.rank_part(rank)["sessions"][number] for rank in found.ranks]
-        checkpoints.load_state_dict(parts)
+        checkpoints.begin_rounded(saved["model"], lambda: _shown_and_full(found, number))
+    ranks = found.ranks if training.config.compression is not None else found.ranks[:1]
+    checkpoints.load_state_dict([found.rank_part(rank)["sessions"][number] for rank in ranks])
     averages = _averages_in(saved, training.config, found.path)
     if averages is not None:
         with checkpoints.tables_left_out():
@@ -239,14 +248,10 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
     training.completed_before += found.step
 
 
-def _show_images(training: Training, values: Mapping[str, torch.Tensor]) -> None:
-    """The workers' values, rounded as they were. Servers have the masters, and are not told."""
-    own = dict(training.user.model.named_parameters())
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        for name, value in values.items():
-            if name in own and not own[name].is_meta:
-                with _unsafe_preserve_version_counter(own[name]):
-                    own[name].copy_(value)
+def _shown_and_full(found: Checkpoint, number: int) -> tuple[State, State]:
+    """Read anew: few ask before the first step, and nobody needs room for it later."""
+    saved = found.read(SHARED)["sessions"][number]
+    return saved["model"], saved["masters"]
 
 
 class LoneSnapshots:
@@ -319,6 +324,7 @@ class LoneSnapshots:
         state: State = {"model": copied(session._model.state_dict())}
         if session._optimizer is not None:
             state["optimizer"] = copied(session._optimizer.state_dict())
+            state[_MADE_BY] = type(session._optimizer).__name__
         if session.config.ema is not None:
             state["ema"] = session.ema_state_dict()
         return state
