@@ -548,7 +548,7 @@ def test_remote_tables_have_servers() -> None:
 def test_what_else_is_on_the_meta_device_is_refused() -> None:
     model = nn.Linear(2, 2, device="meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="weight is on the meta device"):
+    with pytest.raises(ConfigError, match="weight, parameter bias are on the meta device"):
         foreprop.parallelize(model, optimizer)
 
 

@@ -653,7 +653,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "steps": (small_model, {"steps": 0}, "steps is 0; at least 1"),
     "warm_up": (small_model, {"warm_up": -1}, "warm_up is -1; at least 0"),
     "backward_passes": (small_model, {"backward_passes": 0}, "backward_passes is 0; at least 1"),
-    "meta": (meta_model, {}, r"parameter 0.weight is on the meta device, and profile\(\) runs"),
+    "meta": (meta_model, {}, r"parameter 4.bias are on the meta device, and profile\(\) runs"),
     "meta buffer": (buffered_on_meta, {}, "buffer far is on the meta device"),
     "lazy": (lambda: nn.LazyLinear(3), {}, "parameter weight is not initialised yet"),
     "complex": (complex_model, {}, "parameter weight is complex64; parameters must be one of"),

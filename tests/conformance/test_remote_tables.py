@@ -711,7 +711,10 @@ def _without_the_table() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_what_is_refused() -> None:
     todo = r"where only the weights of embeddings may be .*module\.to_empty\(device='cpu'\)"
-    _refused(with_optimizer(DenseOnMeta), rf"parameter out\.weight is on the meta device, {todo}")
+    _refused(
+        with_optimizer(DenseOnMeta),
+        rf"out\.weight, parameter out\.bias are on the meta device, {todo}",
+    )
     _refused(with_optimizer(BufferOnMeta), rf"buffer mean is on the meta device, {todo}")
     _refused(_without_the_table, rf"parameter table\.weight is on the meta device, {todo}")
     dense = remote(lambda: Words(sparse=False))
@@ -723,6 +726,54 @@ def test_what_is_refused() -> None:
     _refused(with_optimizer(words, torch.optim.Adam), "optimizer is Adam, which cannot be used")
     _refused(with_optimizer(words, momentum=0.9), "momentum of parameter group 0")
     _refused(with_optimizer(words), r"table_init has 'normal\(1\)'", table_init="normal(1)")
+
+
+class TwoTables(nn.Module):
+    def __init__(self, rows: int = ROWS, *, sparse: bool = True, device: str = "meta") -> None:
+        super().__init__()
+        options: Any = {"sparse": sparse, "device": device}
+        self.first = nn.EmbeddingBag(rows, CLASSES, **options)
+        self.second = nn.EmbeddingBag(rows, CLASSES, **options)
+
+
+def _with_options() -> nn.Module:
+    model = TwoTables(device="cpu")
+    model.first.max_norm, model.second.scale_grad_by_freq = 1.0, True
+    return model
+
+
+def test_all_tables_that_are_refused_alike_are_named() -> None:
+    both = r"parameter first\.weight, parameter second\.weight are on the meta device"
+    _refused(with_optimizer(lambda: TwoTables(sparse=False)), both)
+    _refused(with_optimizer(TwoTables), both, architecture="ring")
+    both = r"parameter first\.weight, second\.weight are on the meta device, and .*'auto' may begin"
+    _refused(with_optimizer(TwoTables), both, architecture="auto")
+    many = r"parameter 0\.bias, .* parameter 9\.bias and 4 more are on the meta device"
+    _refused(with_optimizer(lambda: nn.Sequential(*(DenseOnMeta().out for _ in range(12)))), many)
+    both = r"sparse gradients of first\.weight, second\.weight: it moves rows"
+    _refused(with_optimizer(TwoTables, torch.optim.Adam), both)
+    dense: Any = {"sparse_parameters": "*"}
+    _refused(with_optimizer(lambda: TwoTables(sparse=False), torch.optim.Adam), both, **dense)
+    _refused(
+        with_optimizer(_with_options),
+        r"max_norm=1\.0 of first\.weight, scale_grad_by_freq=True of second\.weight, which cannot"
+        r" .* first\.weight, second\.weight in dense_parameters",
+    )
+
+
+def test_all_tables_that_nobody_gets_are_named(tmp_path: Path) -> None:
+    """And all that do not fit a folder."""
+    model, optimizer = build_seeded(with_optimizer(TwoTables))
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
+        both = rf"the rows of first\.weight \({ROWS} rows\), second\.weight \({ROWS} rows\): say"
+        with pytest.raises(ConfigError, match=both):
+            model.state_dict()
+        session.save_tables(tmp_path / "tables")
+    model, optimizer = build_seeded(with_optimizer(lambda: TwoTables(7)))
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
+        both = r"do not fit: shape of first\.weight is .*; shape of second\.weight is "
+        with pytest.raises(ConfigError, match=both):
+            session.load_tables(tmp_path / "tables")
 
 
 def test_ranks_that_differ_in_it_are_told() -> None:

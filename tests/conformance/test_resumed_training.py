@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import logging
 import os
 import re
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -624,6 +627,25 @@ def test_a_fork_may_be_saved_at_once(stopped: Path, tmp_path: Path) -> None:
 
     run_cluster(2, work)
     assert CheckpointFolder(forked).steps() == [8]
+
+
+@pytest.mark.parametrize("key", ["model", "sessions"])
+def test_what_another_program_wrote_is_named_on_all_ranks(stopped: Path, key: str) -> None:
+    """With sums that are right. The folder that is named is removed, and training goes on."""
+    newest = stopped / "step-000000008"
+    shared, index = newest / "shared.pt", newest / "index.json"
+    state = torch.load(shared, weights_only=True)
+    del (state if key == "sessions" else state["sessions"][0])[key]
+    torch.save(state, shared)
+    sums = json.loads(index.read_text())
+    sha256 = hashlib.sha256(shared.read_bytes()).hexdigest()
+    sums["files"]["shared.pt"] = {"bytes": shared.stat().st_size, "sha256": sha256}
+    index.write_text(json.dumps(sums))
+    with pytest.raises(ConfigError, match=rf"shared\.pt has no .*\['{key}'\]") as raised:
+        on_both(lambda world: begin(world, stopped))
+    assert f"Remove the folder {newest}" in str(raised.value)
+    shutil.rmtree(newest)
+    assert [found["first"] for found in run(2, Training(stopped))] == [4, 4]
 
 
 def on_both(work: Callable[[World], Any]) -> None:

@@ -263,6 +263,100 @@ def test_a_use_that_would_wait_is_one_step_late_and_never_more() -> None:
     assert stats[0]["late_uses"] >= 1
 
 
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_gan_uses_what_is_late_in_the_generators_pass(set_to_none: bool) -> None:
+    """It adds to the critic's gradients while they are sent; whoever shows the critic waits."""
+    generated = threading.Event()
+
+    def work(world: World) -> list[dict[str, Any]]:
+        critic, generator = Counting(2, 5), Counting(2, 5)
+        first = torch.optim.SGD(critic.parameters(), lr=1.0)
+        second = torch.optim.SGD(generator.parameters(), lr=1.0)
+        about: dict[str, Any] = {"world": world, **APART, "staleness": "late"}
+        with (
+            foreprop.parallelize(critic, first, **about) as session,
+            foreprop.parallelize(generator, second, **about) as other,
+        ):
+            for step in range(1, 6):
+                first.zero_grad(set_to_none)
+                loss = critic(world.rank)
+                if world.rank == 1 and step == 3:
+                    assert generated.wait(20), "rank 0 waits for it"
+                loss.backward()
+                first.step()
+                second.zero_grad(set_to_none)
+                (critic(world.rank) + generator(world.rank)).backward()
+                if world.rank == 0 and step == 3:
+                    with torch._C.DisableTorchFunctionSubclass():
+                        assert rows(critic.weight.detach()) == [2, 2]
+                    generated.set()
+                second.step()
+                assert rows(critic.weight.detach().clone()) == [step, step]
+                assert rows(generator.weight.detach().clone()) == [step, step]
+        return [session.stats(), other.stats()]
+
+    (about_critic, _), _ = run_cluster(2, work)
+    assert about_critic["late_uses"] >= 1
+
+
+def test_a_frozen_parameter_is_never_late() -> None:
+    """No backward pass would tell when its old values have been used for the last time."""
+    begun = threading.Event()
+
+    def work(world: World) -> None:
+        model = Counting(2, 5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        frozen = begun if world.rank == 0 else threading.Event()
+        model.register_forward_pre_hook(
+            lambda *_: None if model.weight.requires_grad else frozen.set()
+        )
+        with foreprop.parallelize(model, optimizer, world=world, **APART, staleness="late"):
+            for step in range(1, 4):
+                model.requires_grad_(True)
+                optimizer.zero_grad()
+                loss = model(world.rank)
+                if world.rank == 1 and step == 3:
+                    assert begun.wait(20), "rank 0 waits for it"
+                loss.backward()
+                optimizer.step()
+                if step == 3:
+                    model.requires_grad_(False)
+                    model(world.rank)
+                    with torch._C.DisableTorchFunctionSubclass():
+                        assert rows(model.weight) == [3, 3]
+
+    run_cluster(2, work)
+
+
+def test_all_backward_passes_of_a_step_have_the_same_late_values() -> None:
+    """Rank 0 keeps the gradients of step 3, and rank 1 pushes them when step 4 has begun."""
+    begun = threading.Event()
+    (x, _), *_ = batches_of(1)[0]
+
+    def work(world: World) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        model, optimizer = build_seeded(with_sgd(), seed=world.rank)
+        with foreprop.parallelize(
+            model, optimizer, world=world, **APART, staleness="late"
+        ) as session:
+            for step in range(1, 6):
+                kept = [parameter.grad for parameter in model.parameters()]
+                optimizer.zero_grad()
+                losses = [model(x).pow(2).mean(), model(x + 1).pow(2).mean()]
+                if world.rank == 1 and step == 3:
+                    assert begun.wait(20), "rank 0 waits for it"
+                if world.rank == 0 and step == 4:
+                    begun.set()
+                for loss in losses:
+                    loss.backward()
+                optimizer.step()
+                del kept
+        return snapshot(model.state_dict()), session.stats()
+
+    (one, stats), (other, _) = run_cluster(2, work)
+    assert stats["late_uses"] >= 1
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
 def test_a_value_that_is_late_is_not_changed_by_hand() -> None:
     """The answer would overwrite the change."""
     changed = threading.Event()

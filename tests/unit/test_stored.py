@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,14 @@ import torch
 from broken_disk import Disk, PowerCut
 
 from foreprop.checkpoints import stored
-from foreprop.checkpoints.stored import INDEX, SHARED, CheckpointFolder, part_name
+from foreprop.checkpoints.stored import (
+    INDEX,
+    POSITION_KEYS,
+    SHARED,
+    Checkpoint,
+    CheckpointFolder,
+    part_name,
+)
 from foreprop.errors import ConfigError
 
 RANKS = 2
@@ -48,7 +55,7 @@ def load(folder: Path) -> list[int]:
     """The newest one's values: of the shared part, and of each rank's."""
     found = CheckpointFolder(folder).newest(lambda _: None)
     assert found is not None
-    parts = [found.read(SHARED), *(found.rank_part(rank) for rank in range(found.world_size))]
+    parts = [found.read(SHARED), *(found.read(part_name(rank)) for rank in range(found.world_size))]
     tables = found.tables(0)
     assert tables is not None
     assert int((tables / "tables.json").read_text()) == found.step
@@ -139,7 +146,7 @@ def test_some_ranks_have_left(tmp_path: Path) -> None:
     assert found.left == tuple(left)
     assert [found.whose(rank, 4) for rank in range(4)] == [None, 1, 2, None]
     assert [found.whose(rank, 3) for rank in range(3)] == [1, 2, None]
-    assert found.rank_part(2) == {"own": 2}
+    assert found.read(part_name(2)) == {"own": 2}
     with pytest.raises(ConfigError, match="has no rank-3"):
         found.rank_part(3)
     stay = ["step-000000100", "unfinished-000000000-0123abcd", "unfinished-000000060-89abcdef"]
@@ -233,3 +240,50 @@ def test_only_data_is_read(tmp_path: Path) -> None:
         found.read(SHARED)
     with pytest.raises(ConfigError, match=r"has no rank-0\.pt"):
         found.rank_part(0)
+
+
+def model_in(found: Checkpoint) -> Any:
+    return found.session(SHARED, 0, "model")
+
+
+def own_in(found: Checkpoint) -> Any:
+    return found.rank_part(0), found.session(part_name(0), 0, "buffers")
+
+
+OWN = {"objects": {}, "position": dict.fromkeys(POSITION_KEYS, 0)}
+FOREIGN: dict[str, tuple[Any, Callable[[Checkpoint], Any], str]] = {
+    "a list": ([], model_in, "has no ['sessions'],"),
+    "no buffers": ({**OWN, "sessions": [{}]}, own_in, "has no ['sessions'][0]['buffers'],"),
+    "no list": ({"sessions": {}}, model_in, "has no list of sessions,"),
+    "no model": ({"sessions": [{}]}, model_in, "has no ['sessions'][0]['model'],"),
+    "no epoch": ({"objects": {}, "position": {}}, own_in, "has no ['position']['epoch'],"),
+    "no position": ({"objects": {}}, own_in, "has no ['position'],"),
+    "no sessions": (OWN, own_in, "has no ['sessions'],"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN))
+def test_what_is_missing_from_a_file_is_named(tmp_path: Path, name: str) -> None:
+    """Its sums are right, so that it is nothing that a disk has done."""
+    content, read, says = FOREIGN[name]
+    file = SHARED if read is model_in else part_name(0)
+    files = CheckpointFolder(tmp_path)
+    unfinished = files.begin(100, "0123abcd")
+    unfinished.write_part(0, {SHARED: {}, file: content})
+    files.finish(unfinished, 1, keep=1)
+    found = files.newest(lambda _: None)
+    assert found is not None
+    with pytest.raises(ConfigError) as raised:
+        read(found)
+    assert str(raised.value).startswith(f"{found.path / file} {says} and its sums are right")
+    assert f"Remove the folder {found.path}; then" in str(raised.value)
+
+
+def test_a_session_that_is_not_there(tmp_path: Path) -> None:
+    files = CheckpointFolder(tmp_path)
+    unfinished = files.begin(100, "0123abcd")
+    unfinished.write_part(0, {SHARED: {"sessions": [{"model": {}}]}})
+    files.finish(unfinished, 1, keep=1)
+    assert files.open(100).session(SHARED, 0, "model") == {"model": {}}
+    with pytest.raises(ConfigError, match=r"shared\.pt is of 1 session\(s\), and .* number 2"):
+        files.open(100).session(SHARED, 1, "model")

@@ -17,7 +17,7 @@ from foreprop.errors import ConfigError
 from foreprop.hooks.interception import is_managed
 from foreprop.path.optimizer import named_parameters
 from foreprop.path.sums import count_rows
-from foreprop.tables.embeddings import EMBEDDINGS, on_meta
+from foreprop.tables.embeddings import EMBEDDINGS, are_listed, on_meta
 from foreprop.workload.profile import Profile, ProfiledArray
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -210,10 +210,10 @@ def _check_in_memory(model: torch.nn.Module) -> None:
                 f"parameter {name} is not initialised yet (a lazy module): run one forward pass"
                 " before profile()"
             )
-    for what, _ in on_meta(model):
+    if names := [what for what, _ in on_meta(model)]:
         raise ConfigError(
-            f"{what} is on the meta device, and profile() runs the model: measure a"
-            " model that has it in memory, with fewer rows if it is a large table"
+            f"{are_listed(names)} on the meta device, and profile() runs the model: measure a"
+            " model that has all in memory, with fewer rows if there are large tables"
         )
 
 

@@ -30,6 +30,8 @@ from foreprop.errors import ConfigError
 INDEX = "index.json"
 SHARED = "shared.pt"
 """What is alike on all ranks, written by the lowest one."""
+POSITION_KEYS = ("epoch", "batches", "begun", "beginning", "now", "loader")
+"""Of where a rank's loop is (`checkpoints.position`)."""
 _COMPLETE = re.compile(r"step-(\d{9,15})")
 _UNFINISHED = "unfinished-"
 _FILE = re.compile(r"(tables-\d+/)?[a-z]+(-\d+)*(-[0-9a-f]{8})?\.(pt|json)")
@@ -78,8 +80,11 @@ class Checkpoint:
         for name, wanted in self._index.files.items():
             _check_file(self.path / name, wanted)
 
-    def read(self, name: str) -> dict[str, Any]:
-        """A file's contents, on the CPU, and nothing but data; raises `ConfigError`."""
+    def read(self, name: str, *keys: str) -> dict[str, Any]:
+        """A file's contents, on the CPU, and nothing but data, which have at least these ``keys``.
+
+        Raises `ConfigError`.
+        """
         path = self.path / name
         if name not in self._index.files:
             raise ConfigError(f"the checkpoint {self.path} has no {name}")
@@ -92,10 +97,29 @@ class Checkpoint:
             ) from None
         except Exception as error:  # whatever torch makes of a file that is not its own
             raise ConfigError(f"{path} cannot be read: {error}") from error
+        _check_keys(path, "", found, keys)
         return found
 
     def rank_part(self, rank: int) -> dict[str, Any]:
-        return self.read(part_name(rank))
+        """What a rank's loop goes on from; raises `ConfigError`."""
+        found = self.read(part_name(rank), "objects", "position")
+        _check_keys(self.path / part_name(rank), "['position']", found["position"], POSITION_KEYS)
+        return found
+
+    def session(self, name: str, number: int, *keys: str) -> dict[str, Any]:
+        """What a file has of the session of this number; raises `ConfigError`."""
+        path = self.path / name
+        saved = self.read(name, "sessions")["sessions"]
+        if not isinstance(saved, list):
+            raise _foreign(path, "list of sessions")
+        if number >= len(saved):
+            raise ConfigError(
+                f"{path} is of {len(saved)} session(s), and this is number {number + 1} that goes"
+                " on from it"
+            )
+        found: dict[str, Any] = saved[number]
+        _check_keys(path, f"['sessions'][{number}]", found, keys)
+        return found
 
     @property
     def is_whole(self) -> bool:
@@ -124,6 +148,19 @@ def part_name(rank: int) -> str:
 
 def tables_name(session: int) -> str:
     return f"tables-{session}"
+
+
+def _check_keys(path: Path, where: str, found: Any, keys: Iterable[str]) -> None:
+    for key in keys:
+        if not isinstance(found, Mapping) or key not in found:
+            raise _foreign(path, f"{where}[{key!r}]")
+
+
+def _foreign(path: Path, lacks: str) -> ConfigError:
+    return ConfigError(
+        f"{path} has no {lacks}, and its sums are right, so another program wrote it. Remove the"
+        f" folder {path.parent}; then the checkpoint before it is taken"
+    )
 
 
 def _check_file(path: Path, wanted: StoredFile) -> None:

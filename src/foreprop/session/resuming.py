@@ -105,13 +105,8 @@ class Resumption:
         more = f", which {made}: {size} do not make the same bits"
         more = more if size != found.world_size or not found.is_whole else ""
         self._report("goes on from step %d in %s%s", found.step, self._folder, more)
-        saved = found.read(SHARED)["sessions"]
-        if self._number >= len(saved):
-            raise ConfigError(
-                f"the checkpoint {found.path} is of {len(saved)} session(s), and this is number"
-                f" {self._number + 1} that goes on from it"
-            )
-        load_model_and_optimizer(model, optimizer, saved[self._number], found.path)
+        saved = found.session(SHARED, self._number, "model", "optimizer")
+        load_model_and_optimizer(model, optimizer, saved, found.path)
 
     def finish(self, session: Session) -> None:
         """After connecting: what is each rank's own, and what only servers have."""

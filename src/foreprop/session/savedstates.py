@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foreprop.checkpoints.loop import copied
-from foreprop.checkpoints.stored import SHARED
+from foreprop.checkpoints.stored import SHARED, part_name
 from foreprop.config import LOGGER
 from foreprop.errors import ConfigError
 
@@ -57,7 +57,7 @@ def load_model_and_optimizer(
             raise ConfigError(f"they differ in {sorted(lost)}")
         if optimizer is not None:
             optimizer.load_state_dict(saved["optimizer"])
-    except (RuntimeError, ValueError, KeyError) as error:  # torch's are all three
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:  # torch's are all four
         raise ConfigError(
             f"the checkpoint {where} is of another model or optimizer: {error}"
         ) from error
@@ -224,12 +224,13 @@ def _averages_in(saved: State, config: Config, where: Path) -> State | None:
 
 def resume_connected(training: Training, found: Checkpoint, number: int) -> None:
     """After connecting. ``number``: which session it is."""
-    saved = found.read(SHARED)["sessions"][number]
+    saved = found.session(SHARED, number, "model")
     model, checkpoints = training.user.model, training.checkpoints
     if training.config.wire_dtype is not None and "masters" in saved:
         checkpoints.begin_rounded(saved["model"], lambda: _shown_and_full(found, number))
     ranks = found.ranks if training.config.compression is not None else found.ranks[:1]
-    checkpoints.load_state_dict([found.rank_part(rank)["sessions"][number] for rank in ranks])
+    parts = [found.session(part_name(rank), number, "residuals") for rank in ranks]
+    checkpoints.load_state_dict(parts)
     averages = _averages_in(saved, training.config, found.path)
     if averages is not None:
         with checkpoints.tables_left_out():
@@ -243,7 +244,7 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
         checkpoints.load_tables(tables)
     # last: whoever uses a state_dict() is shown rank 0's
     if (rank := found.whose(training.world.rank, training.world.size)) is not None:
-        load_buffers(model, found.rank_part(rank)["sessions"][number]["buffers"])
+        load_buffers(model, found.session(part_name(rank), number, "buffers")["buffers"])
         vars(training.buffers)["_shown_step"] = -1  # an evaluation shows rank 0's all the same
     training.completed_before += found.step
 
@@ -335,8 +336,8 @@ class LoneSnapshots:
 
 def resume_alone(session: LoneSession, found: Checkpoint, number: int) -> None:
     """``number``: which session it is."""
-    load_buffers(session._model, found.rank_part(0)["sessions"][number]["buffers"])
-    saved = found.read(SHARED)["sessions"][number]
+    load_buffers(session._model, found.session(part_name(0), number, "buffers")["buffers"])
+    saved = found.session(SHARED, number)
     averages = _averages_in(saved, session.config, found.path)
     if averages is not None:
         session.load_ema_state_dict(averages)

@@ -1,7 +1,7 @@
 """``staleness="late"``: a parameter whose forward pass does not wait (`core.lateuse`).
 
 Replies land in memory beside it (`path.gpumemory.StagedMemory`). From there they are copied at the
-first use that waits, or when its next gradient is ready: then nothing of the backward pass needs
+first use that waits, or when its next gradient is pushed: then no backward pass of the step needs
 the old values any more. Servers and frames are those of synchronous training.
 """
 
@@ -18,7 +18,8 @@ from foreprop.hooks.modelhooks import OwnHook, before_forward
 from foreprop.path import looprules
 from foreprop.path.gpumemory import StagedMemory
 from foreprop.path.parameter import SynchronisedParameter
-from foreprop.path.waiting import stop_waiting
+from foreprop.path.servedgradient import ServedGradient
+from foreprop.path.waiting import make_wait, stop_waiting
 
 
 def memory_beside(parameter: torch.Tensor) -> StagedMemory:
@@ -68,11 +69,14 @@ class LateParameter(SynchronisedParameter):
     def __init__(self, *about: Any) -> None:
         super().__init__(*about)
         self.use = LateUse()
+        self._gradient.detach()
+        self._gradient = ServedGradient(self, self.parameter, self._session, None, self._added)
+        self.finish_step = self._gradient.finish_step
 
     def before_use(self, func: Any, args: Any, kwargs: Any, *, in_place: bool) -> bool:
         if self._may_be_late() and not in_place:
             answered = self._engine.is_complete(self._number)
-            if self.use.begin(is_answered=answered):
+            if self.use.is_owed or self.use.begin(is_answered=answered):
                 with torch._C.DisableTorchFunctionSubclass():
                     stop_waiting(self.parameter)
                 return False
@@ -80,9 +84,10 @@ class LateParameter(SynchronisedParameter):
 
     def _may_be_late(self) -> bool:
         """It waits, and not for what the first step shows, in a forward pass of training."""
-        in_training = self.forward is not None and self.forward.is_under_way
+        is_under_way = self.forward is not None and self.forward.is_under_way
+        in_training = is_under_way and torch.is_grad_enabled() and self.parameter.requires_grad
         stepped = 0 < self._gradient.pushed_step <= self._session.completed
-        return in_training and torch.is_grad_enabled() and stepped and not self._first_use.watched
+        return in_training and stepped and not self._first_use.watched
 
     def settle(self) -> None:
         self._land()
@@ -91,9 +96,17 @@ class LateParameter(SynchronisedParameter):
     def push(self, gradient: torch.Tensor | None, step: int) -> None:
         self._land()
         super().push(gradient, step)
+        self._gradient.guarded = False  # a copy is being sent
+
+    def _added(self, leaf: torch.Tensor) -> None:
+        """A backward pass has used it, maybe another model's, as a GAN's: what shows it waits."""
+        self._gradient.added(leaf)
+        if self.use.is_owed:
+            make_wait(self.parameter, self)
 
     def gradient_follows(self, held: torch.Tensor) -> None:
-        self._land()
+        if self.use.is_owed:  # but other passes of the step may need the old values
+            self._engine.wait(self._number, self._gradient.pushed_step)
         super().gradient_follows(held)
 
     def _land(self) -> None:

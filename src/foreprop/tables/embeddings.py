@@ -57,25 +57,24 @@ class Embeddings:
         self.make_sparse(self.row_wise)
 
     def _find_remote(self, named: Named, config: Config) -> dict[str, RowInit]:
-        found = {}
-        for name, parameter, _ in named:
-            if not parameter.is_meta:
-                continue
-            if name not in self.row_wise:
-                raise ConfigError(_meta_text(f"parameter {name}"))
-            if "auto" in (config.architecture, config.slice_elems):
-                raise ConfigError(
-                    f"parameter {name} is on the meta device, and architecture='auto' may begin"
-                    " anew after some steps, when only the servers have its rows, as may"
-                    " slice_elems='auto': use 'hybrid' and sparse_parameters, and a number"
-                )
-            found[name] = row_init_of(
+        names = [name for name, parameter, _ in named if parameter.is_meta]
+        if others := [f"parameter {name}" for name in names if name not in self.row_wise]:
+            raise ConfigError(_meta_text(others))
+        if names and "auto" in (config.architecture, config.slice_elems):
+            raise ConfigError(
+                f"parameter {are_listed(names)} on the meta device, and architecture='auto' may"
+                " begin anew after some steps, when only the servers have their rows, as may"
+                " slice_elems='auto': use 'hybrid' and sparse_parameters, and a number"
+            )
+        return {
+            name: row_init_of(
                 name,
                 config.table_init,
                 seed=config.table_seed,
                 padding_row=self._modules[name][0].padding_idx,
             )
-        return found
+            for name in names
+        }
 
     def modules_of(self, name: str) -> Sequence[Any]:
         """Those whose table it is."""
@@ -98,9 +97,6 @@ class Embeddings:
         check_row_wise(self._optimizer, {name: self._group_of[name] for name in names})
 
     def _asked_for(self, config: Config) -> set[str]:
-        wanted = {name for name in self._modules if _matches(name, config.sparse_parameters)}
-        for name in wanted:
-            self._check_row_wise(name)
         if config.architecture == "ring":
             if config.sparse_parameters:
                 raise ConfigError(
@@ -108,22 +104,25 @@ class Embeddings:
                     " has no servers to hold rows; use 'hybrid'"
                 )
             return set()
-        for name in self.sparse - wanted:
-            if not _matches(name, config.dense_parameters):
-                self._check_row_wise(name)
-                wanted.add(name)
+        wanted = {name for name in self._modules if _matches(name, config.sparse_parameters)}
+        wanted |= {name for name in self.sparse if not _matches(name, config.dense_parameters)}
+        self._check_row_wise(wanted)
         return wanted
 
-    def _check_row_wise(self, name: str) -> None:
-        self._check_optimizer([name])
-        for module in self._modules[name]:
-            for option in ("max_norm", "scale_grad_by_freq"):
-                value = getattr(module, option)
-                if value is not None and value is not False:
-                    raise ConfigError(
-                        f"the embedding of {name} has {option}={value}, which cannot be done by"
-                        f" rows; leave it out, or name {name} in dense_parameters"
-                    )
+    def _check_row_wise(self, names: Collection[str]) -> None:
+        self._check_optimizer(names)
+        refused: dict[str, str] = {}
+        for name in sorted(names):
+            for module in self._modules[name]:
+                for option in ("max_norm", "scale_grad_by_freq"):
+                    value = getattr(module, option)
+                    if value is not None and value is not False:
+                        refused[name] = f"{option}={value} of {name}"
+        if refused:
+            raise ConfigError(
+                f"{', '.join(refused.values())}, which cannot be done by rows; leave it out, or"
+                f" name {', '.join(refused)} in dense_parameters"
+            )
 
     def _may_be_either(self, config: Config) -> set[str]:
         found: set[str] = set()
@@ -133,7 +132,7 @@ class Embeddings:
             if _matches(name, config.dense_parameters) or _matches(name, config.sparse_parameters):
                 continue
             with contextlib.suppress(ConfigError):
-                self._check_row_wise(name)
+                self._check_row_wise([name])
                 found.add(name)
         return found
 
@@ -141,9 +140,8 @@ class Embeddings:
 def check_rest(model: torch.nn.Module, named: Named) -> None:
     """Raise `ConfigError` if something that the optimizer does not have is on the meta device."""
     ours = {id(parameter) for _, parameter, _ in named}
-    for what, tensor in on_meta(model):
-        if id(tensor) not in ours:
-            raise ConfigError(_meta_text(what))
+    if others := [what for what, tensor in on_meta(model) if id(tensor) not in ours]:
+        raise ConfigError(_meta_text(others))
 
 
 def on_meta(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,12 +155,21 @@ def on_meta(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{kind} {name}", tensor
 
 
-def _meta_text(what: str) -> str:
+_LISTED = 20
+
+
+def are_listed(names: Sequence[str]) -> str:
+    """A model may be on the meta device as a whole: not more names than anybody reads."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{', '.join(names[:_LISTED])}{more} {'is' if len(names) == 1 else 'are'}"
+
+
+def _meta_text(names: Sequence[str]) -> str:
     return (
-        f"{what} is on the meta device, where only the weights of embeddings may be that have"
-        " sparse=True (or are named in sparse_parameters), are in the optimizer, and are held row"
-        " by row by servers (any architecture but 'ring'). Give it memory and values first:"
-        " module.to_empty(device='cpu'), then initialise it"
+        f"{are_listed(names)} on the meta device, where only the weights of embeddings may be that"
+        " have sparse=True (or are named in sparse_parameters), are in the optimizer, and are held"
+        " row by row by servers (any architecture but 'ring'). Otherwise memory and values come"
+        " first: module.to_empty(device='cpu'), then initialise them"
     )
 
 

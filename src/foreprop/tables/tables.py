@@ -26,6 +26,7 @@ from foreprop.core.manifest import ParameterInfo
 from foreprop.core.shards import part_rows
 from foreprop.errors import ConfigError
 from foreprop.hooks.modelhooks import CallingHook
+from foreprop.tables.embeddings import are_listed
 from foreprop.tables.folder import TableFolder
 from foreprop.tables.parts import VALUES, KeptRows
 from foreprop.tables.remote import RemoteTable
@@ -129,18 +130,19 @@ class RemoteTables:
 
     def _read_index(self, folder: Path) -> Mapping[str, Any]:
         found = TableFolder(folder).read_index()
+        differ, missing = [], []
         for name in self._by_name:
             theirs = found.get(name, {})
             for key, value in self._describe(name).items():
-                other = theirs.get(key)
-                if other != value:
-                    raise ConfigError(
-                        f"the tables in {folder} do not fit: {key} of {name} is {value!r} here and"
-                        f" {other!r} there"
-                    )
-            for file in theirs["files"]:
-                if not (folder / file).is_file():
-                    raise ConfigError(f"the tables in {folder} are not complete: {file} is missing")
+                if (other := theirs.get(key)) != value:
+                    differ.append(f"{key} of {name} is {value!r} here and {other!r} there")
+            missing += [file for file in theirs.get("files", ()) if not (folder / file).is_file()]
+        if differ:
+            raise ConfigError(f"the tables in {folder} do not fit: {'; '.join(differ)}")
+        if missing:
+            raise ConfigError(
+                f"the tables in {folder} are not complete: {are_listed(missing)} missing"
+            )
         return found
 
     def _describe(self, name: str) -> dict[str, Any]:
@@ -158,12 +160,10 @@ class RemoteTables:
         """Whether this rank gets all rows of tables, in a checkpoint."""
         return self._config.keeps_whole_tables(self._world.rank)
 
-    def check_whole(self, name: str | None = None) -> None:
+    def check_whole(self) -> None:
         """A checkpoint is made: raise if nobody has said who gets whole tables."""
-        chosen = self._config.whole_tables is not None or self._aside
-        for known, info in self._infos.items():
-            if not chosen and name in (None, known):
-                raise ConfigError(_whole_text(known, info))
+        if self._config.whole_tables is None and not self._aside and self._infos:
+            raise ConfigError(_whole_text(self._infos))
 
     def show(self, name: str, state: dict[str, Any], key: str) -> None:
         """A module's state dict has its table on the meta device: have it whole, if it shall be."""
@@ -257,7 +257,7 @@ def _watch(module: Any, name: str, tables: weakref.ref[RemoteTables]) -> Iterato
 
     def before_saving(*_: Any) -> None:
         if (own := tables()) is not None:
-            own.check_whole(name)
+            own.check_whole()
 
     def saved(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         if (own := tables()) is not None:
@@ -278,9 +278,10 @@ def _watch(module: Any, name: str, tables: weakref.ref[RemoteTables]) -> Iterato
     yield module.register_load_state_dict_pre_hook(CallingHook(before_loading))
 
 
-def _whole_text(name: str, info: ParameterInfo) -> str:
+def _whole_text(infos: Mapping[str, ParameterInfo]) -> str:
+    rows = ", ".join(f"{name} ({info.shape[0]} rows)" for name, info in infos.items())
     return (
-        f"state_dict() of {name}, whose {info.shape[0]} rows are on the servers only: say who is to"
-        " get it whole, parallelize(..., whole_tables='all') or 'rank0', or that nobody is, 'none':"
-        " then state_dict() shows it on the meta device, and session.save_tables(folder) saves it"
+        f"only the servers have the rows of {rows}: say for state_dict() who is to get them whole,"
+        " parallelize(..., whole_tables='all') or 'rank0', or that nobody is, 'none': then"
+        " state_dict() shows them on the meta device, and session.save_tables(folder) saves them"
     )
