@@ -56,10 +56,10 @@ class Delays:
         """``computing``: to forward passes, too, which a compiler could not trace."""
         start = TorchAccelerator.start
 
-        def late(device: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
+        def late(device: Any, *given: Any) -> Any:
             with device._module.stream(device._copying):
                 self.sleep()
-            return start(device, target, source)
+            return start(device, *given)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TorchAccelerator, "start", late)

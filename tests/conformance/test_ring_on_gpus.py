@@ -55,7 +55,7 @@ class _Device(TorchAccelerator):
     def mark(self, *, timed: bool = False) -> _Event:
         return _Event()
 
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> _Event:
+    def start(self, target: torch.Tensor, source: torch.Tensor, here: Any) -> _Event:
         raise AssertionError("nothing is copied to the host")
 
 

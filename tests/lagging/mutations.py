@@ -94,7 +94,7 @@ def _removable(tree: ast.AST, waits: Collection[str]) -> Iterator[tuple[ast.expr
                 case "mark":  # an event that waits for nothing
                     yield node, "type('E', (), {'synchronize': lambda self: None})()"
                 case "start":
-                    if len(node.args) == 2:  # of a copy, not of a thread
+                    if len(node.args) == 3:  # of a copy, not of a thread
                         event = "type('E', (), {'synchronize': lambda self: None})()"
                         yield node, f"({ast.unparse(node)}, {event})[1]"
                 case "stream" | "own_stream":

@@ -237,6 +237,7 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._marker: Marker | None = None
+        self._synchronizing = "event.synchronize" + " (blocking)" * blocking
 
     def record(self, stream: Any = None) -> None:
         self._marker = LINES[(stream or current_stream()).stream_id].mark()
@@ -246,7 +247,7 @@ class Event:
             LINES[(stream or current_stream()).stream_id].put(marker.wait)
 
     def synchronize(self) -> None:
-        LINES.waited("event.synchronize")
+        LINES.waited(self._synchronizing)
         if self._marker is not None:
             self._marker.wait()
 

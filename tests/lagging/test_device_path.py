@@ -25,10 +25,12 @@ from foreprop.path.gpumemory import (
     staged_memory_of,
 )
 from foreprop.path.memory import MemoryFactory
-from tests.lagging.device import DEVICE, MEMORY, Stream, lagging
+from tests.lagging.device import DEVICE, MEMORY, Event, Stream, lagging
 from tests.lagging.streams import LINES, current_stream, on_stream, synchronize
 
 HERE = torch.device(DEVICE, 0)
+BLOCKING = "event.synchronize (blocking)"
+"""On CUDA the thread sleeps; it would spin for another event, or a stream."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -95,8 +97,28 @@ def test_the_training_thread_waits_for_no_copy(stagings: Make) -> None:
         staging.memory.await_staged()
         staging.reply(5)
         staging.memory.land()
-        assert {thread for thread, _ in LINES.host_waits} == {"foreprop-stage"}
+        assert set(LINES.host_waits) == {("foreprop-stage", BLOCKING)}
         assert staging.parameter.tolist() == [5.0] * 4
+
+
+def test_a_device_whose_waits_give_no_choice_is_waited_for_too(
+    monkeypatch: pytest.MonkeyPatch, stagings: Make
+) -> None:
+    """As XPU's up to torch 2.13."""
+
+    class Plain(Event):
+        def __init__(self, enable_timing: bool = False) -> None:
+            super().__init__(enable_timing)
+
+    monkeypatch.setattr(type(torch.get_device_module(DEVICE)), "Event", Plain)
+    with lagging(manner="late"):
+        staging = stagings()
+        gradient = torch.ones(4).to(DEVICE)
+        LINES.host_waits.clear()
+        staging.stage(gradient * 2)
+        staging.memory.await_staged()
+        assert set(LINES.host_waits) == {("foreprop-stage", "event.synchronize")}
+        assert staging.ready == [[2.0] * 4]
 
 
 def test_values_are_not_overwritten_before_they_have_landed(stagings: Make) -> None:
@@ -172,8 +194,10 @@ def test_a_thread_beside_has_a_stream_of_its_own_and_waits_for_it(kind: type) ->
         with work.in_thread():
             assert current_stream().stream_id != 0
             parameter.add_(1)
+            LINES.host_waits.clear()
             work.finish()
             assert current_stream().line.is_idle()
+            assert {what for _, what in LINES.host_waits} == {BLOCKING}
         assert current_stream().stream_id == 0
 
 

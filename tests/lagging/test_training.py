@@ -48,10 +48,10 @@ def held_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     start, await_staged = TorchAccelerator.start, AsyncStagedMemory.await_staged
 
-    def hold(device: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
+    def hold(device: Any, *given: Any) -> Any:
         released.clear()
         device._copying.line.put(lambda: released.wait(5))
-        return start(device, target, source)
+        return start(device, *given)
 
     def release(memory: AsyncStagedMemory) -> None:
         released.set()

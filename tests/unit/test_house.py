@@ -40,8 +40,10 @@ TWICE: set[str] = set()
 """Names of files and classes that occur more than once in `RUNTIME`."""
 ONE_THREAD = {
     "gradients/averaging.py:_stepper",  # the training thread
+    "path/asyncdevice.py:_new_event",  # either makes the same events
     "path/gpumemory.py:_gradient",  # the training thread, or else the one that stages
     "path/gpumemory.py:_gradient_is_pinned",  # the same whoever asks
+    "path/gpumemory.py:_gradients_bytes",  # the thread that stages
     "path/gpumemory.py:_values_are_pinned",
     "path/gpumemory.py:values",  # a view, of the one tensor that there is
     "servers/served.py:state",  # the user's thread

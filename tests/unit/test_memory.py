@@ -34,7 +34,7 @@ class FakeDevice(TorchAccelerator):
     def host_memory(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> FakeEvent:
+    def start(self, target: torch.Tensor, source: torch.Tensor, here: Any) -> FakeEvent:
         target.copy_(source)
         self.events.append(FakeEvent())
         return self.events[-1]
@@ -98,7 +98,7 @@ class FailingEvent:
 
 
 class FailingDevice(FakeDevice):
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+    def start(self, target: torch.Tensor, source: torch.Tensor, here: Any) -> Any:
         return FailingEvent()
 
 

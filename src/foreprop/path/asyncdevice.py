@@ -14,8 +14,8 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -39,10 +39,10 @@ class Accelerator(Protocol):
     def mark(self) -> Any:
         """An event: what this thread has queued so far is done."""
 
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+    def start(self, target: torch.Tensor, source: torch.Tensor, here: Any) -> Any:
         """Begin to copy to pinned host memory what ``source`` will hold when that is done.
 
-        Returns an event. The caller keeps ``source`` until then.
+        ``here``: this thread's stream. Returns an event. The caller keeps ``source`` until then.
         """
 
     def current_stream(self) -> Any:
@@ -93,17 +93,26 @@ class TorchAccelerator:
     def is_pinned(self, memory: torch.Tensor) -> bool:
         return self.pins and (self._room is None or memory.is_pinned())
 
-    def mark(self, *, timed: bool = False) -> Any:
-        return self._event_on(self.current_stream(), timed=timed)
+    @functools.cached_property
+    def _new_event(self) -> Callable[[], Any]:
+        """For a thread to wait for: CUDA's keep a processor busy meanwhile, unless told not to."""
+        try:
+            self._module.Event(blocking=True)
+        except TypeError:  # of a backend without a choice
+            return cast(Callable[[], Any], self._module.Event)
+        return functools.partial(self._module.Event, blocking=True)
 
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        self.join(self._copying, self.current_stream())
+    def mark(self, *, timed: bool = False) -> Any:
+        event = self._module.Event(enable_timing=True) if timed else self._new_event()
+        return self._recorded(event, self.current_stream())
+
+    def start(self, target: torch.Tensor, source: torch.Tensor, here: Any) -> Any:
+        self.join(self._copying, here)
         with self._module.stream(self._copying):
             target.copy_(source, non_blocking=True)
-        return self._event_on(self._copying)
+        return self._recorded(self._new_event(), self._copying)
 
-    def _event_on(self, stream: Any, *, timed: bool = False) -> Any:
-        event = self._module.Event(enable_timing=timed)
+    def _recorded(self, event: Any, stream: Any) -> Any:
         if self.has_streams:
             event.record(stream)
         else:
@@ -127,7 +136,7 @@ class TorchAccelerator:
         tensor.record_stream(self.current_stream())
 
     def finish(self) -> None:
-        self.current_stream().synchronize()
+        self.mark().synchronize()  # a stream's own keeps a processor busy
 
     def synchronize(self) -> None:
         """Block until the device has done all that it was told."""

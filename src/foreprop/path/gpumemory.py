@@ -81,6 +81,10 @@ class AsyncStagedMemory:
     def _gradient(self) -> torch.Tensor:
         return self._device.host_memory(self._parameter.shape, self._parameter.dtype)
 
+    @functools.cached_property
+    def _gradients_bytes(self) -> memoryview:
+        return bytes_of(self._gradient)
+
     # Of this, what has found no room (`asyncdevice.PinnedRoom`) is not, and copies block.
     @functools.cached_property
     def _gradient_is_pinned(self) -> bool:
@@ -96,15 +100,15 @@ class AsyncStagedMemory:
 
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
         device = self._device
-        self._training = device.current_stream()
+        self._training = here = device.current_stream()
         if self._gradient_is_pinned:
-            event = device.start(self._gradient, gradient)
-            self._turns.begin(event, lambda: ready(bytes_of(self._gradient)))
+            event = device.start(self._gradient, gradient, here)
+            self._turns.begin(event, lambda: ready(self._gradients_bytes))
             return
 
         def copy() -> None:
             self._gradient.copy_(gradient)
-            ready(bytes_of(self._gradient))
+            ready(self._gradients_bytes)
 
         self._turns.begin(device.mark(), copy)
 
