@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from foreprop.path.asyncdevice import can_pin
 from tests.devices import scenarios
 from tests.devices.training import Scenario
 from tests.lagging.device import DEVICE, MEMORY, lagging
@@ -66,6 +67,8 @@ def test_so_much_is_pinned_and_no_more(update: str, share: float) -> None:
         scenarios.layers, train_and_look, scenarios.adam, settings, ranks=1, steps=3
     )
     gc.collect()
+    with lagging():
+        can_pin()  # pins something, in the first test of a process that asks
     with lagging(seed=5):
         (found,) = train(scenario, DEVICE)
         most = MEMORY.most_pinned_bytes
