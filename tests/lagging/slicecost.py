@@ -65,13 +65,14 @@ def measure(place: str, slices: int, steps: int, world: World) -> Cost:
             with _counted() as calls:
                 step()
             used = [_used_s(step) for _ in range(steps)]
-    return Cost({name: statistics.median(one[name] for one in used) for name in used[0]}, calls)
+    lasting = set.intersection(*(set(one) for one in used))
+    return Cost({name: statistics.median(one[name] for one in used) for name in lasting}, calls)
 
 
 def _used_s(step: Callable[[], None]) -> dict[str, float]:
     before = _clocks()
     step()
-    return {name: now_s - before[name] for name, now_s in _clocks().items()}
+    return {name: now_s - before.get(name, 0.0) for name, now_s in _clocks().items()}
 
 
 def _clocks() -> dict[str, float]:
@@ -119,8 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             few, many = (measure(place, n, asked.steps, lonely_world()) for n in (FEW, MANY))
             if place == DEVICE:
                 calls = few.calls, many.calls
-            for name, cpu_s in few.cpu_s.items():
-                few_us, many_us = (s / PARAMETERS * 1e6 for s in (cpu_s, many.cpu_s[name]))
+            for name in few.cpu_s.keys() & many.cpu_s.keys():
+                few_us, many_us = (
+                    s / PARAMETERS * 1e6 for s in (few.cpu_s[name], many.cpu_s[name])
+                )
                 slice_us = (many_us - few_us) / (MANY - FEW)
                 slices_us.setdefault((place, name), []).append(slice_us)
                 rests_us.setdefault((place, name), []).append(few_us - FEW * slice_us)
