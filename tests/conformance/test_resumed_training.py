@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import re
@@ -394,6 +395,30 @@ def test_with_another_number_of_ranks(
     made = f"which {before} rank(s) made: {after} do not make the same bits"
     assert made in caplog.text
     assert "samples are divided anew from" in caplog.text
+
+
+def buffer_after(world: World | None, folder: Path) -> float:
+    """The one that no ``state_dict()`` has, of a session that goes on."""
+    with seeded():
+        model = Net()
+    with foreprop.parallelize(model, momentum(model), world=world, resume=folder):
+        return float(model.calls)
+
+
+@once
+def test_who_has_no_part_has_the_lowest_ranks_buffers(tmp_path: Path) -> None:
+    stop(2, Training(tmp_path, stop_at=6))
+    assert run_cluster(3, lambda world: buffer_after(world, tmp_path)) == [4, 4, 4]
+
+
+@once
+def test_alone_where_rank_0_had_left(tmp_path: Path) -> None:
+    stop(2, Training(tmp_path, stop_at=6))
+    path = tmp_path / "step-000000004" / stored.INDEX
+    index = json.loads(path.read_bytes())
+    del index["files"]["rank-0.pt"]
+    path.write_text(json.dumps({**index, "ranks": [1]}))
+    assert buffer_after(None, tmp_path) == 4
 
 
 @once

@@ -242,9 +242,10 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
             )
         checkpoints.load_tables(tables)
     # last: whoever uses a state_dict() is shown rank 0's
-    if (rank := found.whose(training.world.rank, training.world.size)) is not None:
-        load_buffers(model, found.rank_part(rank)["sessions"][number]["buffers"])
-        vars(training.buffers)["_shown_step"] = -1  # an evaluation shows rank 0's all the same
+    rank = found.whose(training.world.rank, training.world.size)
+    own = found.rank_part(found.ranks[0] if rank is None else rank)
+    load_buffers(model, own["sessions"][number]["buffers"])
+    vars(training.buffers)["_shown_step"] = -1  # an evaluation shows rank 0's all the same
     training.completed_before += found.step
 
 
@@ -335,7 +336,8 @@ class LoneSnapshots:
 
 def resume_alone(session: LoneSession, found: Checkpoint, number: int) -> None:
     """``number``: which session it is."""
-    load_buffers(session._model, found.rank_part(0)["sessions"][number]["buffers"])
+    lowest = found.rank_part(found.ranks[0])  # rank 0 may have left an elastic session
+    load_buffers(session._model, lowest["sessions"][number]["buffers"])
     saved = found.read(SHARED)["sessions"][number]
     averages = _averages_in(saved, session.config, found.path)
     if averages is not None:
