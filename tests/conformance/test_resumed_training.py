@@ -827,3 +827,25 @@ def test_a_loop_without_a_loader(tmp_path: Path) -> None:
     assert work(stop_at=7) == 0
     assert CheckpointFolder(tmp_path).steps() == [7, 5]
     assert work(stop_at=None) == 7
+
+
+def test_epochs_that_are_left_early(tmp_path: Path) -> None:
+    """What follows is saved at the end of a pass, as where nobody has asked for epochs."""
+    torch.manual_seed(4)
+    model = nn.Linear(5, 3)
+    optimizer = momentum(model)
+
+    def train(loop: Any) -> None:
+        for x, y in loop:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    with foreprop.parallelize(model, optimizer):
+        loop = foreprop.checkpoint(tmp_path, every=6, loader=DataLoader(data(), BATCH))
+        for _ in loop.epochs(5):
+            train(loop)
+            break
+        train(loop)
+        assert loop.step == 24
+    assert CheckpointFolder(tmp_path).steps() == [24, 18, 12]
