@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -299,6 +301,24 @@ def test_the_optimizers_state_is_not_kept_twice() -> None:
         train_classifier(model, optimizer, make_batches(2))
         assert optimizer.state_dict()["state"]
         assert not dict.__len__(optimizer.state)  # len() would have it fetched
+
+
+@servers_only
+def test_what_was_loaded_is_not_kept_when_servers_have_it() -> None:
+    model, optimizer = build_seeded(BUILDS["adam"])
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0], ema=0.9) as session:
+        train_classifier(model, optimizer, make_batches(2))
+        saved = copy.deepcopy(optimizer.state_dict())
+        averages = session.ema_state_dict()
+        loaded = weakref.ref(saved["state"][0]["exp_avg"])
+        optimizer.load_state_dict(saved)
+        session.load_ema_state_dict(averages)
+        check_same_optimizer_state(optimizer.state_dict(), saved)
+        del saved
+        train_classifier(model, optimizer, make_batches(1))
+        gc.collect()
+        assert loaded() is None
+        assert optimizer.state_dict()["state"][0]["step"] == 3
 
 
 @pytest.mark.parametrize("what", ["model", "optimizer", "both"])

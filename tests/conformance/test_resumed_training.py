@@ -399,6 +399,30 @@ def test_with_another_number_of_ranks(
     assert "samples are divided anew from" in caplog.text
 
 
+def buffer_after(world: World | None, folder: Path) -> float:
+    """The one that no ``state_dict()`` has, of a session that goes on."""
+    with seeded():
+        model = Net()
+    with foreprop.parallelize(model, momentum(model), world=world, resume=folder):
+        return float(model.calls)
+
+
+@once
+def test_who_has_no_part_has_the_lowest_ranks_buffers(tmp_path: Path) -> None:
+    stop(2, Training(tmp_path, stop_at=6))
+    assert run_cluster(3, lambda world: buffer_after(world, tmp_path)) == [4, 4, 4]
+
+
+@once
+def test_alone_where_rank_0_had_left(tmp_path: Path) -> None:
+    stop(2, Training(tmp_path, stop_at=6))
+    path = tmp_path / "step-000000004" / stored.INDEX
+    index = json.loads(path.read_bytes())
+    del index["files"]["rank-0.pt"]
+    path.write_text(json.dumps({**index, "ranks": [1]}))
+    assert buffer_after(None, tmp_path) == 4
+
+
 @once
 @pytest.mark.long
 def test_workers_apart_are_saved_together(tmp_path: Path) -> None:
@@ -824,3 +848,25 @@ def test_a_loop_without_a_loader(tmp_path: Path) -> None:
     assert work(stop_at=7) == 0
     assert CheckpointFolder(tmp_path).steps() == [7, 5]
     assert work(stop_at=None) == 7
+
+
+def test_epochs_that_are_left_early(tmp_path: Path) -> None:
+    """What follows is saved at the end of a pass, as where nobody has asked for epochs."""
+    torch.manual_seed(4)
+    model = nn.Linear(5, 3)
+    optimizer = momentum(model)
+
+    def train(loop: Any) -> None:
+        for x, y in loop:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    with foreprop.parallelize(model, optimizer):
+        loop = foreprop.checkpoint(tmp_path, every=6, loader=DataLoader(data(), BATCH))
+        for _ in loop.epochs(5):
+            train(loop)
+            break
+        train(loop)
+        assert loop.step == 24
+    assert CheckpointFolder(tmp_path).steps() == [24, 18, 12]

@@ -96,11 +96,13 @@ class CheckpointedLoop:
         """The numbers of those that are still to be done, of ``count`` in all."""
         self._position.be_between()
         self._in_epochs = True
-        while self._position.epoch < count:
-            yield self._position.epoch
-            self._position.end()
-            self.end_step()
-        self._in_epochs = False
+        try:
+            while self._position.epoch < count:
+                yield self._position.epoch
+                self._position.end()
+                self.end_step()
+        finally:
+            self._in_epochs = False  # also where the loop is left early, and goes on without
         self.wait()
 
     def __iter__(self) -> Iterator[Any]:

@@ -145,7 +145,22 @@ class ServedState:
             self._settle_rows()  # the updates so far go by the old state
             self.send(step + 1)
         self._loaded, self._loaded_after = dict(self._optimizer.state), step
+        self._forget_after_a_step()
         self.drop()
+
+    def _forget_after_a_step(self) -> None:
+        """What has been loaded: when servers have gone on with it, no worker needs room for it."""
+        own, end_step = vars(self._engine), self._engine.end_step
+        if "end_step" in own:
+            return  # it is forgotten with what was loaded before
+
+        def end(step: int) -> None:
+            del own["end_step"]
+            self._loaded, self._loaded_averages = None, ()
+            self._averages_loaded_after = -1
+            end_step(step)
+
+        own["end_step"] = end
 
     def send(self, step: int) -> None:
         """Rank 0: the state that the user's optimizer has counts from this step on."""
@@ -213,6 +228,7 @@ class ServedState:
                 data = encode_state({AVERAGE: part.reshape(-1)})
                 self._engine.requests.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
         self._loaded_averages, self._averages_loaded_after = averages, step
+        self._forget_after_a_step()
 
 
 def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -243,9 +243,10 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
             )
         checkpoints.load_tables(tables)
     # last: whoever uses a state_dict() is shown rank 0's
-    if (rank := found.whose(training.world.rank, training.world.size)) is not None:
-        load_buffers(model, found.session(part_name(rank), number, "buffers")["buffers"])
-        vars(training.buffers)["_shown_step"] = -1  # an evaluation shows rank 0's all the same
+    rank = found.whose(training.world.rank, training.world.size)
+    part = part_name(found.ranks[0] if rank is None else rank)
+    load_buffers(model, found.session(part, number, "buffers")["buffers"])
+    vars(training.buffers)["_shown_step"] = -1  # an evaluation shows rank 0's all the same
     training.completed_before += found.step
 
 
@@ -336,7 +337,8 @@ class LoneSnapshots:
 
 def resume_alone(session: LoneSession, found: Checkpoint, number: int) -> None:
     """``number``: which session it is."""
-    load_buffers(session._model, found.session(part_name(0), number, "buffers")["buffers"])
+    lowest = part_name(found.ranks[0])  # rank 0 may have left an elastic session
+    load_buffers(session._model, found.session(lowest, number, "buffers")["buffers"])
     saved = found.session(SHARED, number)
     averages = _averages_in(saved, session.config, found.path)
     if averages is not None:
