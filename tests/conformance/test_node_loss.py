@@ -18,6 +18,7 @@ from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.membership import CountedReplay
 from foreprop.core.slicing import Slice
+from foreprop.elastic.countedfile import read_replay
 from foreprop.errors import ConfigError, PeerLost
 from foreprop.servers import surviving
 from foreprop.servers.surviving import greet_at
@@ -142,6 +143,9 @@ def test_with_k_of_one_nothing_of_a_lost_node_is_lost(
         assert set(takeover["steps"]) <= {2, 3}
     beside = loss.stats[(victim + 1) % 3]
     assert beside["takeovers"][0]["most_state_steps_lost"] == 0
+    assert len([*tmp_path.glob(f"server-{victim}.*-{victim}-{victim}.counted")]) == 1
+    with pytest.raises(ConfigError, match=f"there are 2 logs of server {victim}; there must be"):
+        read_replay(str(tmp_path), victim, 3, [])
     assert beside["snapshots"] > 0
     assert f"server {victim} goes on beside rank {(victim + 1) % 3}" in caplog.text
 

@@ -15,7 +15,9 @@ _ENDING = ".counted"
 
 
 class CountedFile:
-    """Writes one server's log, line by line, so that what was counted outlives the process."""
+    """Writes one server's log, line by line: what was counted, but for its last two steps, outlives
+    the process.
+    """
 
     def __init__(self, folder: str, index: int, session_id: str, log: CountedLog) -> None:
         self._log = log
