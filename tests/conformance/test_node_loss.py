@@ -146,6 +146,9 @@ def test_with_k_of_one_nothing_of_a_lost_node_is_lost(
         read_replay(str(tmp_path), victim, 3, [])
     beside = loss.stats[(victim + 1) % 3]
     assert beside["takeovers"][0]["most_state_steps_lost"] == 0
+    assert len([*tmp_path.glob(f"server-{victim}.*-{victim}-{victim}.counted")]) == 1
+    with pytest.raises(ConfigError, match=f"there are 2 logs of server {victim}; there must be"):
+        read_replay(str(tmp_path), victim, 3, [])
     assert beside["snapshots"] > 0
     assert f"server {victim} goes on beside rank {(victim + 1) % 3}" in caplog.text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,30 +14,21 @@ pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(400)]
 
 AT_ONCE = 7
 """Sessions of a part."""
-# wrong bits are wrong, also when the next try has the right ones
-never_again = pytest.mark.flaky(reruns=0)
+SESSIONS: list[tuple[Any, int]] = [(kill_points, 56), (node_kill_points, 49)]
+"""Of ten workers and of four nodes, until one is left: 504 workers and 147 nodes are killed."""
+PARTS = [
+    pytest.param(points, first, id=f"{points.__name__.rpartition('.')[2]}-{first}")
+    for points, sessions in SESSIONS
+    for first in range(0, sessions, AT_ONCE)
+]
 
 
-@never_again
-@pytest.mark.parametrize("first", range(0, 56, AT_ONCE))
-def test_500_workers_are_killed(zygote: Zygote, tmp_path: Path, first: int) -> None:
-    """504 of them: each of the 56 sessions goes on until one of ten workers is left."""
+@pytest.mark.flaky(reruns=0)  # wrong bits are wrong, also when the next try has the right ones
+@pytest.mark.parametrize(("points", "first"), PARTS)
+def test_all_but_one_are_killed(zygote: Zygote, tmp_path: Path, points: Any, first: int) -> None:
     seeds = range(first, first + AT_ONCE)
-    found = kill_points.run_seeds(
-        zygote, tmp_path, seeds, kill_points.run_seed, kill_points.__name__
-    )
-    assert len(found) == AT_ONCE * (kill_points.WORKERS - 1)
-    assert sum(each.is_within_a_step for each in found) > len(found) // 4
-    assert max(each.seconds for each in found) < 10
-
-
-@never_again
-@pytest.mark.parametrize("first", range(0, 49, AT_ONCE))
-def test_147_nodes_are_killed(zygote: Zygote, tmp_path: Path, first: int) -> None:
-    """Each of the 49 sessions goes on until one of four nodes is left."""
-    seeds = range(first, first + AT_ONCE)
-    found = kill_points.run_seeds(
-        zygote, tmp_path, seeds, node_kill_points.run_seed, node_kill_points.__name__
-    )
-    assert len(found) == AT_ONCE * (node_kill_points.WORKERS - 1)
+    found = kill_points.run_seeds(zygote, tmp_path, seeds, points.run_seed, points.__name__)
+    assert len(found) == AT_ONCE * (points.WORKERS - 1)
+    if points is kill_points:
+        assert sum(each.is_within_a_step for each in found) > len(found) // 4
     assert max(each.seconds for each in found) < 10
