@@ -738,7 +738,8 @@ class TwoTables(nn.Module):
 
 def _with_options() -> nn.Module:
     model = TwoTables(device="cpu")
-    model.first.max_norm, model.second.scale_grad_by_freq = 1.0, True
+    model.first.max_norm, model.second.max_norm = 1.0, 2.0
+    model.second.scale_grad_by_freq = True
     return model
 
 
@@ -756,8 +757,9 @@ def test_all_tables_that_are_refused_alike_are_named() -> None:
     _refused(with_optimizer(lambda: TwoTables(sparse=False), torch.optim.Adam), both, **dense)
     _refused(
         with_optimizer(_with_options),
-        r"max_norm=1\.0 of first\.weight, scale_grad_by_freq=True of second\.weight, which cannot"
-        r" .* first\.weight, second\.weight in dense_parameters",
+        r"max_norm=1\.0 of first\.weight, max_norm=2\.0 of second\.weight,"
+        r" scale_grad_by_freq=True of second\.weight, which cannot .* name first\.weight,"
+        r" second\.weight in dense_parameters",
     )
 
 

@@ -111,17 +111,17 @@ class Embeddings:
 
     def _check_row_wise(self, names: Collection[str]) -> None:
         self._check_optimizer(names)
-        refused: dict[str, str] = {}
+        refused: dict[str, str] = {}  # the tables' names, by what they have
         for name in sorted(names):
             for module in self._modules[name]:
                 for option in ("max_norm", "scale_grad_by_freq"):
                     value = getattr(module, option)
                     if value is not None and value is not False:
-                        refused[name] = f"{option}={value} of {name}"
+                        refused[f"{option}={value} of {name}"] = name
         if refused:
             raise ConfigError(
-                f"{', '.join(refused.values())}, which cannot be done by rows; leave it out, or"
-                f" name {', '.join(refused)} in dense_parameters"
+                f"{', '.join(refused)}, which cannot be done by rows; leave it out, or name"
+                f" {', '.join(dict.fromkeys(refused.values()))} in dense_parameters"
             )
 
     def _may_be_either(self, config: Config) -> set[str]:
