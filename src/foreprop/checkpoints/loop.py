@@ -61,7 +61,7 @@ class CheckpointedLoop:
             self._join(first, first.joined_at)
         goes_on = first.resumed is not None or first.joined_at is not None
         self._saved_step = first.step if goes_on else None
-        """The last one whose turn it was; it is in the folder, or so ``_has_saved`` says."""
+        """The last one that was saved or gone on from; ``_has_saved``: in this folder."""
         self._has_saved = first.resumed is None or is_from(folder, first.resumed)
         self._writer = CheckpointWriter(
             folder,
