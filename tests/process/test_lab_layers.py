@@ -38,7 +38,7 @@ def test_measures_eager_and_compiled_steps(
         assert record.compute_s == pytest.approx(0.3)
         assert record.balance == pytest.approx(0.5)
         assert 0.2 < record.efficiency <= 1.05
-        assert record.slice_elems == 50_000
+        assert record.slice_elems == 12_500  # what a session cuts for such slow links
 
 
 def test_codecs_of_real_layers(tmp_path: Path) -> None:
