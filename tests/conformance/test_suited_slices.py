@@ -10,6 +10,7 @@ import torch
 
 import foreprop
 from foreprop.cluster.world import World
+from foreprop.config import Config
 from foreprop.core.slicing import SLICE_ELEMS
 from foreprop.errors import HandshakeError, TransportError
 from foreprop.session import suitedslices
@@ -28,16 +29,19 @@ def links_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slices_of(*settings: dict[str, Any]) -> list[int | str | None]:
-    """By rank, what its session has, after a step; ``settings``: by rank, or of all."""
+    """By rank, after a step; ``settings``: by rank, or of all."""
+    return [config.slice_elems for config in configs_of(*settings)]
 
-    def work(world: World) -> int | str | None:
+
+def configs_of(*settings: dict[str, Any]) -> list[Config]:
+    def work(world: World) -> Config:
         model, optimizer = build_seeded(with_sgd())
         own = {"architecture": "p2p"} | settings[world.rank % len(settings)]
         with foreprop.parallelize(model, optimizer, world=world, **own) as session:
             optimizer.zero_grad()
             model(torch.ones(2, 5)).sum().backward()
             optimizer.step()
-            return session.config.slice_elems
+            return session.config
 
     return run_cluster(RANKS, work)
 
@@ -58,6 +62,21 @@ def test_the_slowest_rate_says_what_all_cut(
 ) -> None:
     monkeypatch.setattr(suitedslices, "slowest_rate", rate_is(bits_per_s))
     assert slices_of({}) == [elems, elems]
+
+
+@pytest.mark.parametrize(
+    ("settings", "window_bytes"),
+    [({}, 4 * Config().push_window_bytes), ({"push_window_bytes": 9 << 20}, 9 << 20)],
+)
+def test_as_many_large_slices_as_usual_may_be_under_way(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], window_bytes: int
+) -> None:
+    """But for a window that was asked for."""
+    monkeypatch.setattr(suitedslices, "slowest_rate", rate_is(1e10))
+    monkeypatch.setattr(suitedslices, "slice_elems_at", lambda *_, **__: 4 * SLICE_ELEMS)
+    configs = configs_of(settings)
+    assert [config.push_window_bytes for config in configs] == [window_bytes] * RANKS
+    assert [config.slice_elems for config in configs] == [4 * SLICE_ELEMS] * RANKS
 
 
 def test_links_that_cannot_be_measured_are_told_and_slices_as_usual(

@@ -17,6 +17,7 @@ from foreprop.cluster.rendezvous import Board, agree_on_session
 from foreprop.cluster.world import World
 from foreprop.config import LOGGER, Config
 from foreprop.core.ratedslices import slice_elems_at
+from foreprop.core.slicing import SLICE_ELEMS
 from foreprop.errors import TransportError
 from foreprop.link.stream import is_loopback, local_address
 from foreprop.quantities import rate_text
@@ -24,6 +25,9 @@ from foreprop.session.backends import is_served
 
 if TYPE_CHECKING:
     from foreprop.session.training import Training
+
+_WINDOWS_OF_LARGE = 4
+"""Of large slices the usual one holds so few that links are idle (docs/notebook/full-size.md)."""
 
 
 def suit_slices(training: Training) -> None:
@@ -55,7 +59,10 @@ def suit_slices(training: Training) -> None:
     suited = slice_elems_at(rate, servers=servers, elems=elems, uneven=uneven)
     if world.rank == 0:
         LOGGER.info("links of %s suit slices of %d elements", rate_text(rate), suited)
-    training.config = config.replace(slice_elems=suited)
+    window_bytes = config.push_window_bytes
+    if suited > SLICE_ELEMS and window_bytes == Config().push_window_bytes:
+        window_bytes *= _WINDOWS_OF_LARGE
+    training.config = config.replace(slice_elems=suited, push_window_bytes=window_bytes)
 
 
 def _slowest_rate(
