@@ -589,7 +589,6 @@ def errors_of(loop: Callable[..., Any], *, ranks: int = 2, **settings: Any) -> l
     def work(world: World) -> ForepropError | None:
         model, optimizer = build_seeded(with_sgd(), seed=world.rank)
         about = {**APART, "staleness": "async", **settings}
-        session = foreprop.parallelize(model, optimizer, world=world, **about)
 
         def step() -> None:
             for x, y in batches[:1]:
@@ -597,8 +596,8 @@ def errors_of(loop: Callable[..., Any], *, ranks: int = 2, **settings: Any) -> l
                 F.cross_entropy(model(x), y).backward()
                 optimizer.step()
 
-        try:
-            with session:
+        try:  # who begins late may find that the other one has failed
+            with foreprop.parallelize(model, optimizer, world=world, **about) as session:
                 loop(session, model, optimizer, step, world.rank)
         except ForepropError as error:
             return error
