@@ -88,13 +88,18 @@ def test_a_gradient_is_ready_when_it_is_computed_and_copied(
         assert staging.ready == [[3.0] * 4]
 
 
+def stage_twos(staging: Staging) -> None:
+    """From then on it is known who has waited for the device."""
+    gradient = torch.ones(4).to(DEVICE)
+    LINES.host_waits.clear()
+    staging.stage(gradient * 2)
+    staging.memory.await_staged()
+
+
 def test_the_training_thread_waits_for_no_copy(stagings: Make) -> None:
     with lagging(manner="late"):
         staging = stagings()
-        gradient = torch.ones(4).to(DEVICE)
-        LINES.host_waits.clear()
-        staging.stage(gradient * 2)
-        staging.memory.await_staged()
+        stage_twos(staging)
         staging.reply(5)
         staging.memory.land()
         assert set(LINES.host_waits) == {("foreprop-stage", BLOCKING)}
@@ -113,10 +118,7 @@ def test_a_device_whose_waits_give_no_choice_is_waited_for_too(
     monkeypatch.setattr(type(torch.get_device_module(DEVICE)), "Event", Plain)
     with lagging(manner="late"):
         staging = stagings()
-        gradient = torch.ones(4).to(DEVICE)
-        LINES.host_waits.clear()
-        staging.stage(gradient * 2)
-        staging.memory.await_staged()
+        stage_twos(staging)
         assert set(LINES.host_waits) == {("foreprop-stage", "event.synchronize")}
         assert staging.ready == [[2.0] * 4]
 

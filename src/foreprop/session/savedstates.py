@@ -228,8 +228,12 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
     model, checkpoints = training.user.model, training.checkpoints
     if training.config.wire_dtype is not None and "masters" in saved:
         checkpoints.begin_rounded(saved["model"], lambda: _shown_and_full(found, number))
-    ranks = found.ranks if training.config.compression is not None else found.ranks[:1]
-    parts = [found.session(part_name(rank), number, "residuals") for rank in ranks]
+    whose = found.whose(training.world.rank, training.world.size)
+    name = part_name(found.ranks[0] if whose is None else whose)
+    own = found.session(name, number, "residuals", "buffers")
+    parts = [own]
+    if training.config.compression is not None:
+        parts = [found.session(part_name(rank), number, "residuals") for rank in found.ranks]
     checkpoints.load_state_dict(parts)
     averages = _averages_in(saved, training.config, found.path)
     if averages is not None:
@@ -243,9 +247,7 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
             )
         checkpoints.load_tables(tables)
     # last: whoever uses a state_dict() is shown rank 0's
-    rank = found.whose(training.world.rank, training.world.size)
-    part = part_name(found.ranks[0] if rank is None else rank)
-    load_buffers(model, found.session(part, number, "buffers")["buffers"])
+    load_buffers(model, own["buffers"])
     vars(training.buffers)["_shown_step"] = -1  # an evaluation shows rank 0's all the same
     training.completed_before += found.step
 

@@ -5,13 +5,17 @@ They are a training's: what counts elements or bytes is of the unscaled model.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foreprop.config import Config, LocalAggregation
 from foreprop.config.sources import resolve_with_sources
 from foreprop.core.ratedslices import slice_elems_at
 from foreprop.core.slicing import usual_slice_elems
 from foreprop.errors import ConfigError
+from foreprop.workload.limit import BYTES_PER_ELEM, model_bytes
+
+if TYPE_CHECKING:
+    from foreprop.workload.setting import LabSetting
 
 DIVIDED = ("slice_elems", "big_array_elems", "chunk_elems", "unsent_bytes", "push_window_bytes")
 """By the scale, as the arrays are."""
@@ -36,16 +40,17 @@ def slice_elems_from_environment() -> int | None:
     return None if found is None else int(found)
 
 
-def default_slice_elems(nodes: int, elems: int, rate_bits_per_s: float | None) -> int:
-    """What a session on so many nodes cuts a model of so many elements into.
+def default_slice_elems(setting: LabSetting) -> int:
+    """What a session there cuts a model into; of a model whose arrays are divided, P3's size.
 
-    Without a rate it is P3's size. That is for models whose arrays are divided: what a slice costs
-    the hosts is not, so that slices which suit fast or slow links would be too small or too few.
+    For what a slice costs the hosts is not divided, so that slices which suit fast or slow links
+    would be too small or too few.
     """
     uneven = "node_rates" in settings_found()
-    if rate_bits_per_s is None:
-        return usual_slice_elems(nodes, uneven=uneven)
-    return slice_elems_at(rate_bits_per_s, servers=nodes, elems=elems, uneven=uneven)
+    if setting.scale > 1:
+        return usual_slice_elems(setting.nodes, uneven=uneven)
+    elems = int(model_bytes(setting.layers) // BYTES_PER_ELEM)
+    return slice_elems_at(setting.rate, servers=setting.nodes, elems=elems, uneven=uneven)
 
 
 def local_aggregation() -> LocalAggregation:

@@ -244,9 +244,7 @@ class LabSetting:
     @property
     def unscaled_slice_elems(self) -> int:
         """``slice_elems``, or what the environment says, or the default."""
-        elems, rate = model_bytes(self.layers) // BYTES_PER_ELEM, self.rate
-        found = default_slice_elems(self.nodes, int(elems), rate if self.scale == 1 else None)
-        return self._asked_slice_elems or found
+        return self._asked_slice_elems or default_slice_elems(self)
 
     @property
     def _asked_slice_elems(self) -> int | None:
