@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         write_records(path, records)
         assert read_records(path) == records
         assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("nodes", "scale"), [(4, 16), (16, 16), (32, 16), (4, 64)])
+def test_a_record_with_the_default_slices_has_usual_ones(nodes: int, scale: int) -> None:
+    setting = replace(SETTING, nodes=nodes, scale=scale)
+    assert example_record(setting, "p3").has_usual_slices
+    others = replace(setting, slice_elems=200_000)
+    assert not example_record(others, "p3").has_usual_slices
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:

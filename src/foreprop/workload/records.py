@@ -14,7 +14,7 @@ from foreprop.core.slicing import SLICE_ELEMS, usual_slice_elems
 from foreprop.errors import ConfigError
 from foreprop.workload import limit
 from foreprop.workload.foundsettings import local_aggregation
-from foreprop.workload.setting import DDP, MXNET, LabSetting
+from foreprop.workload.setting import DDP, MXNET, LabSetting, filling_packets
 from foreprop.workload.systemconfig import honoured_settings
 
 CPU_BOUND_SHARE = 0.8
@@ -109,7 +109,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         """P3's size, or the default's on so many nodes, which is smaller on many."""
         uneven = usual_slice_elems(self.nodes, uneven=True)
         usual = (SLICE_ELEMS, usual_slice_elems(self.nodes), uneven)
-        return self.slice_elems in [size // self.scale for size in usual]
+        divided = [size // self.scale for size in usual]
+        return self.slice_elems in (*divided, *map(filling_packets, divided))
 
 
 def record_of(

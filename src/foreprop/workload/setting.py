@@ -239,7 +239,7 @@ class LabSetting:
         published = PRESETS.get(name, {}).get("slice_elems")
         usual = self._asked_slice_elems or published or self.unscaled_slice_elems
         elems = self.scaled(int(size) if mark else usual)
-        return elems if mark or self._asked_slice_elems else _filling_packets(elems)
+        return elems if mark or self._asked_slice_elems else filling_packets(elems)
 
     @property
     def unscaled_slice_elems(self) -> int:
@@ -356,7 +356,7 @@ class LabSetting:
         return max(1, size // self.scale)
 
 
-def _filling_packets(elems: int) -> int:
+def filling_packets(elems: int) -> int:
     """As many, or so much fewer that their frame fills its packets, if these are few."""
     packets = (HEADER_BYTES + elems * limit.BYTES_PER_ELEM) // limit.PACKET_BYTES
     if not 1 <= packets < _FEW_PACKETS:
