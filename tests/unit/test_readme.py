@@ -146,8 +146,8 @@ def test_the_figures_of_the_readme_are_those_of_the_page_of_performance() -> Non
     performance = (DOCS / "performance.md").read_text()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in performance.splitlines()]
     at_balance = [row for row in cells if row[:1] == ["1.0"]]
-    steps = {row[1]: [row[2], row[3], row[7], row[8]] for row in at_balance if len(row) == 11}
-    over = {row[1]: [f"{row[3]}, {row[4]}"] for row in at_balance if len(row) == 7}
+    steps = {row[1]: [row[2], row[3], row[7], row[8]] for row in at_balance if len(row) == 12}
+    over = {row[1]: [f"{row[3]}, {row[4]}"] for row in at_balance if len(row) == 8}
     shown = rows(ROOT / "README.md", "What it brings")
     assert len(shown) == len(steps) == 4
     assert {row[0]: row[1:] for row in shown} == {name: steps[name] + over[name] for name in steps}
