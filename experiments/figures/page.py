@@ -184,10 +184,10 @@ def _notes(story: Story) -> Iterator[str]:
             "This was a quick run: few points, few steps. It shows the shapes; for figures to "
             "quote, run it without --quick."
         )
-    bound = {(r.model, r.nodes, r.rate_bits_per_s) for r in story.records if r.cpu_bound}
+    bound = sum(any(record.cpu_bound for record in run.records) for _, run in story.runs)
     if bound:
         yield (
-            f"In {len(bound)} of the settings the CPUs were the limit for some system: hollow in "
+            f"In {bound} of the settings the CPUs were the limit for some system: hollow in "
             "the charts, and left out of every stated speed-up."
         )
     if any(record.network == "pacing" for record in story.records):

@@ -9,10 +9,13 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from experiments.figures.campaign import PAGE, make_figures
@@ -21,7 +24,8 @@ from experiments.figures.pagetables import best_table, points_table
 from experiments.figures.sweeps import FULL, plan_measurements
 from foreprop.report.document import contrast
 from foreprop.report.style import STYLES
-from tests.unit.lab_example import ExampleLab, example_record
+from foreprop.workload.setting import LabSetting
+from tests.unit.lab_example import ExampleLab, ExampleResult, example_record
 
 pytestmark = pytest.mark.long
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -87,6 +91,18 @@ def test_cpu_bound_runs_are_marked(page: str) -> None:
     assert "left out of every stated speed-up" in words_of(page)
     assert re.search(r'class="bound">0\.\d\d <small>CPU-bound', page)
     assert page.count(">CPU-bound</text>") >= 4
+
+
+def test_settings_that_differ_in_slices_alone_are_counted_each(tmp_path: Path) -> None:
+    lab = ExampleLab()
+
+    def overloaded(setting: LabSetting, *, progress: Callable[[str], None]) -> ExampleResult:
+        found = lab(setting, progress=progress)
+        return replace(found, records=[structs.replace(r, cpu_bound=True) for r in found.records])
+
+    page = make(tmp_path, measure=overloaded, only=(4,))
+    assert f"In {len(lab.asked)} of the settings" in words_of(page)
+    assert len(lab.asked) == 18
 
 
 def test_each_throughput_chart_has_the_limit_line(page: str) -> None:
