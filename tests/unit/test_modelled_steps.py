@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -24,4 +25,6 @@ def test_every_system_is_compared_with_the_simulator(
     assert json.loads(path.read_text()) == points
     printed = capsys.readouterr().out
     assert "p3 1 points" in printed
-    assert "p3 28 points" in printed  # of the lab's records
+    of_the_lab = re.search(r"beside the lab\np3 (\d+) points", printed)
+    assert of_the_lab is not None
+    assert int(of_the_lab[1]) > 20  # a campaign's: each model at each balance
