@@ -229,11 +229,14 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
     if training.config.wire_dtype is not None and "masters" in saved:
         checkpoints.begin_rounded(saved["model"], lambda: _shown_and_full(found, number))
     whose = found.whose(training.world.rank, training.world.size)
-    name = part_name(found.ranks[0] if whose is None else whose)
-    own = found.session(name, number, "residuals", "buffers")
+    mine = found.ranks[0] if whose is None else whose
+    own = found.session(part_name(mine), number, "residuals", "buffers")
     parts = [own]
     if training.config.compression is not None:
-        parts = [found.session(part_name(rank), number, "residuals") for rank in found.ranks]
+        parts = [
+            own if rank == mine else found.session(part_name(rank), number, "residuals")
+            for rank in found.ranks
+        ]
     checkpoints.load_state_dict(parts)
     averages = _averages_in(saved, training.config, found.path)
     if averages is not None:
