@@ -1,6 +1,6 @@
 """The refined model and the simulator, with tables, beside what `foreprop lab language` measured.
 
-The measured figures are those of docs/performance.md and docs/notebook/papers.md.
+The measured figures are docs/results/language.json: the records of five runs, by the LSTM's units.
 
 python -m benchmarks.modelled_rows
 """
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from experiments.language.records import LanguageRecord
 from experiments.language.training import LanguageSetting, Text, lstm_profile
 from foreprop.config import Config
 from foreprop.model.deployment import Deployment, ModelledArchitecture, Table
@@ -36,28 +37,9 @@ class Measured(NamedTuple):
     system: str
     step_s: float
     sent_mb: float
-    nodes: int = 8
+    nodes: int
 
 
-MEASURED = (
-    Measured(512, 20, 0.5, "hybrid", 1.233, 2.4),
-    Measured(512, 20, 0.5, "p2p", 1.197, 2.3),
-    Measured(512, 20, 0.5, "ddp-sparse", 3.006, 6.1),
-    Measured(1024, 40, 0.75, "hybrid", 1.402, 3.5),
-    Measured(1024, 40, 0.75, "p2p", 1.347, 3.4),
-    Measured(1024, 40, 0.75, "ddp-sparse", 1.895, 7.2),
-    Measured(1024, 40, 0.75, "ring", 7.901, 37.7),
-    Measured(1024, 40, 0.75, "ddp-dense", 8.034, 38.8),
-    Measured(1024, 30, 0.75, "hybrid", 1.531, 3.5),
-    Measured(1024, 30, 0.75, "p2p", 1.528, 3.4),
-    Measured(1024, 30, 0.75, "ddp-sparse", 2.432, 7.3),
-    Measured(1024, 30, 0.75, "hybrid", 1.418, 2.9, nodes=4),
-    Measured(1024, 30, 0.75, "p2p", 1.382, 2.9, nodes=4),
-    Measured(1024, 30, 0.75, "ddp-sparse", 1.449, 4.0, nodes=4),
-    Measured(1024, 30, 0.75, "hybrid", 1.202, 1.9, nodes=2),
-    Measured(1024, 30, 0.75, "p2p", 1.102, 1.9, nodes=2),
-    Measured(1024, 30, 0.75, "ddp-sparse", 1.110, 2.0, nodes=2),
-)
 ARCHITECTURES: dict[str, ModelledArchitecture] = {
     "hybrid": "hybrid",
     "p2p": "p2p",
@@ -67,6 +49,7 @@ ARCHITECTURES: dict[str, ModelledArchitecture] = {
 }
 
 
+RECORDS = Path(__file__).parents[1] / "docs" / "results" / "language.json"
 SIMULATED = {"p2p": "p3", "ddp-dense": "ddp"}
 """What the simulator calls the others by their own names."""
 _ITERATIONS = 4
@@ -80,7 +63,26 @@ class Compared(NamedTuple):
     simulated_s: float
 
 
-def main(measured: Sequence[Measured] = MEASURED, text: Path | None = None) -> list[Compared]:
+def measured_in(path: Path) -> list[Measured]:
+    """Of the systems that the model knows."""
+    runs = msgspec.json.decode(path.read_bytes(), type=dict[int, list[LanguageRecord]])
+    return [
+        Measured(
+            hidden=hidden,
+            rate_mbit=entry.record.rate_bits_per_s / 1e6,
+            compute_s=entry.record.compute_s,
+            system=entry.record.system,
+            step_s=entry.record.iteration_s.median,
+            sent_mb=entry.sent_bytes / 1e6,
+            nodes=entry.record.nodes,
+        )
+        for hidden, entries in runs.items()
+        for entry in entries
+        if entry.record.system in ARCHITECTURES
+    ]
+
+
+def main(measured: Sequence[Measured], text: Path | None = None) -> list[Compared]:
     """Prints measured, modelled and simulated figures; returns the last two."""
     compared = []
     for record in measured:
@@ -179,4 +181,4 @@ def tables_of(setting: LanguageSetting, *, last_layer: int) -> list[Table]:
 
 
 if __name__ == "__main__":
-    main()
+    main(measured_in(RECORDS))

@@ -2,8 +2,7 @@
 
 python benchmarks/simulated_steps.py docs/results/results.json docs/results/simulated-steps
 
-Prints every record's error. It also takes what it has written itself, whose steps it then simulates
-anew: of ``tensorflow`` and ``wfbp`` docs/results/preset-steps.json has all that is left.
+Prints every record's error.
 
 With a third file, records of `foreprop lab simulate` that were written before the lab measured, the
 measured ones are compared with these.
@@ -39,18 +38,13 @@ def main(
     results: str, name: str, predicted: str | None = None, *, hosts: Hosts | None = None
 ) -> dict[str, list[Point]]:
     """Writes NAME.svg, NAME.png and NAME.json; prints the errors by system."""
-    data = json.loads(Path(results).read_text())
     written = [] if predicted is None else read_records(Path(predicted))
     points: dict[str, list[Point]] = {}
-    if isinstance(data, dict):
-        for system, compared in data.items():
-            points[system] = [simulate_anew(system, point, hosts) for point in compared]
-    else:
-        for record in read_records(Path(results)):
-            known = record.system in SIMULATED_SYSTEMS
-            if known and record.has_usual_slices and not record.cpu_bound:
-                simulated = find(record, written) if predicted else simulate(record, hosts)
-                points.setdefault(record.system, []).append(compare(record, simulated))
+    for record in read_records(Path(results)):
+        known = record.system in SIMULATED_SYSTEMS
+        if known and record.has_usual_slices and not record.cpu_bound:
+            simulated = find(record, written) if predicted else simulate(record, hosts)
+            points.setdefault(record.system, []).append(compare(record, simulated))
     for line in table(points):
         print(line)
     for system, compared in points.items():
@@ -58,21 +52,6 @@ def main(
     draw(points, name)
     Path(f"{name}.json").write_text(json.dumps(points, indent=1) + "\n")
     return points
-
-
-def simulate_anew(system: str, point: Point, hosts: Hosts | None = None) -> Point:
-    """``point``: as it was written, of arrays divided by 16, as all the lab's are."""
-    setting = SimulatedSetting(
-        profile=load_profile(str(point["model"])),
-        systems=(system,),
-        nodes=int(point["nodes"]),
-        compute_s=float(point["compute_s"]),
-        balance=float(point["balance"]),
-        iterations=ITERATIONS,
-        warm_up=1,
-    )
-    (simulated,) = simulate_lab(setting, hosts=hosts)
-    return point | {"simulated_s": simulated.iteration_s.median}
 
 
 def table(points: dict[str, list[Point]]) -> Iterator[str]:
