@@ -1,6 +1,6 @@
 """The refined model and the simulator, with tables, beside what `foreprop lab language` measured.
 
-The measured figures are docs/results/language.json: the records of five runs, by the LSTM's units.
+The measured figures are those of docs/results/language.json, its records by the LSTM's units.
 
 python -m benchmarks.modelled_rows
 """
