@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from tests.costs import Recorder
 from tests.leaks import Snapshot, adopt_orphans, reap_ended, wait_for_leaks
 
 if TYPE_CHECKING:
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("leak_grace_s", "seconds that a test's leftovers have to end", default="10.0")
+    parser.addoption("--costs", help="append what each test costs to this file", metavar="FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else its pool's threads stay
     adopt_orphans()
+    if costs := config.getoption("--costs"):
+        config.pluginmanager.register(Recorder(config.invocation_params.dir / costs))
     gc.disable()  # until all is imported
     # how long an example takes says more of what else the machine does
     hypothesis.settings.register_profile("foreprop", deadline=None)

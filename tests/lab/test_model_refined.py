@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import closed_forms
+from tests.lab import closed_forms
 import numpy as np
 import pytest
 from hypothesis import given, settings

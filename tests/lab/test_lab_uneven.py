@@ -12,7 +12,7 @@ from foreprop.lab.run import run_lab
 from foreprop.workload import limit
 from foreprop.workload.links import CrossTraffic, LinkRate
 from foreprop.workload.unevenness import StepLengths
-from tests.process.tiny_lab import SETTING
+from tests.lab.tiny_lab import SETTING
 
 MODEL_BYTES = limit.model_bytes(SETTING.layers)
 

@@ -24,7 +24,7 @@ from foreprop.simulate.slicesize import CANDIDATES
 from foreprop.workload import limit
 from foreprop.workload.records import read_records, write_records
 from tests.process.harness import ROOT
-from tests.process.tiny_lab import SETTING, SYSTEMS
+from tests.lab.tiny_lab import SETTING, SYSTEMS
 
 MODEL_BYTES = limit.model_bytes(SETTING.layers)
 
@@ -222,7 +222,7 @@ def test_without_namespaces_paces_and_leaves_out_what_cannot() -> None:
     inside = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh"]
     if shutil.which("unshare") is None or subprocess.run([*inside, "true"]).returncode:
         pytest.skip("this user cannot make a user namespace and forbid things in it")
-    program = "from tests.process.tiny_lab import fall_back; fall_back()"
+    program = "from tests.lab.tiny_lab import fall_back; fall_back()"
     done = subprocess.run(
         [*inside, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
     )

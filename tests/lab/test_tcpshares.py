@@ -1,4 +1,4 @@
-"""benchmarks/tcpshares.py, simulated; its measurement is in tests/process."""
+"""benchmarks/tcpshares.py, simulated; its measurement is in test_tcpshares_run.py."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.alone, pytest.m
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("model", "systems"),
-    # the whole ResNet is compiled by tests/unit/test_lab_layers_models.py, in less time
+    # the whole ResNet is compiled by tests/lab/test_lab_layers_models.py, in less time
     [("transformer", LAYERS_SYSTEMS), ("resnet", (EAGER, BLOCKS))],
     ids=["transformer", "resnet"],
 )
