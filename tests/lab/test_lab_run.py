@@ -23,8 +23,8 @@ from foreprop.report.timeline import timeline_from_trace
 from foreprop.simulate.slicesize import CANDIDATES
 from foreprop.workload import limit
 from foreprop.workload.records import read_records, write_records
-from tests.process.harness import ROOT
 from tests.lab.tiny_lab import SETTING, SYSTEMS
+from tests.process.harness import ROOT
 
 MODEL_BYTES = limit.model_bytes(SETTING.layers)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.lab import closed_forms
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,6 +24,7 @@ from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload import limit
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.profile import Layer, load_profile
+from tests.lab import closed_forms
 from tests.tiers import long_cases
 
 MBIT = 1e6
