@@ -5,6 +5,7 @@
 #                     make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   PYTHON        interpreter that makes the environment (default: python3)
 #   PYTEST_ARGS   what pytest runs and how, e.g. PYTEST_ARGS="tests/unit -x"
+#   PART          of test-all, one part of several that take as long, e.g. PART=1/3
 #   PROGRAMS_DIR  where clones of other people's programs are, for test-programs
 #   VERSIONS      which ones, for versions, e.g. VERSIONS="--python 3.13 --torch 2.14.1"
 #   PROGRAMS      parts of their names, and options, e.g. PROGRAMS="nanoGPT --worlds 2"
@@ -14,6 +15,8 @@
 PYTHON      ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+PART        ?=
+COSTS       ?=
 PROGRAMS_DIR ?= runs/programs/sources
 PROGRAMS    ?=
 VERSIONS    ?=
@@ -21,38 +24,46 @@ VERSIONS    ?=
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest -q -rfER
-# but for those that measure, or wait for a short time limit, which are marked `alone`
-PARALLEL := $(PYTEST) -n auto --maxprocesses 8 --dist worksteal --durations 15
-# where those are (tests/unit/test_tiers.py): to collect all others takes as long as some of them
-ALONE := tests/conformance tests/faults tests/process
+PYTEST := $(BIN)/python -m pytest -q -rfER $(if $(COSTS),--costs $(COSTS)) --durations 10
+PARALLEL := $(PYTEST) -n auto --maxprocesses 8 --dist worksteal
+REST := $(if $(PART),--part $(PART))
+# where tests are that measure, or wait for a short time limit (tests/unit/test_tiers.py)
+ALONE := tests/conformance tests/faults tests/process tests/lab
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-programs versions demo docs pages check clean
+.PHONY: help setup test test-lab test-all test-costs test-programs versions demo docs pages check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
 setup: $(STAMP) ## make .venv and install foreprop into it, with the development tools
 
-test: $(STAMP) ## run the tests but for the long ones, in under ten minutes on two cores
+test: $(STAMP) ## run the tests that every change needs (docs/tests.md says how long they take)
 ifeq ($(PYTEST_ARGS),)
 	$(PARALLEL) -m 'not long and not alone'
 	@# its device changes torch for the whole process
 	$(PARALLEL) -m 'not long and not alone' tests/lagging
-	$(PYTEST) -m 'not long and alone' $(ALONE)
-	$(PYTEST) -m 'not long and alone' tests/lagging
 else
 	$(PYTEST) $(PYTEST_ARGS)
 endif
 
-test-all: $(STAMP) ## run what `make test` leaves out: the long ones, the second architecture
-	$(PARALLEL) -m 'long and not alone'
-	$(PARALLEL) -m 'long and not alone' tests/lagging
+test-lab: $(STAMP) ## run the tests of the lab, the simulator, experiments and benchmarks
+	$(PARALLEL) -m 'not long and not alone' tests/lab
+
+test-all: $(STAMP) ## run what both leave out: long tests, and the second architecture
+	$(PARALLEL) $(REST) -m 'long and not alone' tests tests/lab
+	$(PARALLEL) $(REST) -m 'long and not alone' tests/lagging
 	@# what must hold for every architecture, once more over collectives; loaders open no session
-	FOREPROP_ARCHITECTURE=ring $(PARALLEL) --ignore-glob '*/test_shard_*.py' tests/conformance
-	$(PYTEST) --durations 15 -m 'long and alone' $(ALONE)
+	FOREPROP_ARCHITECTURE=ring $(PARALLEL) $(REST) -m 'not alone' \
+	    --ignore-glob '*/test_shard_*.py' tests/conformance
+	$(PYTEST) $(REST) -m alone $(ALONE)
+	$(PYTEST) $(REST) -m alone tests/lagging
+
+test-costs: $(STAMP) ## record what each test costs: writes tests/costs.csv, prints the dearest
+	rm -f runs/costs.jsonl
+	$(MAKE) test test-lab test-all COSTS=runs/costs.jsonl
+	$(BIN)/python -m tests.costs runs/costs.jsonl
 
 test-programs: $(STAMP) ## run other people's training programs beside DDP (docs/programs.md)
 	@[ -d $(PROGRAMS_DIR)/site ] || $(PIP) install -q --no-deps --target $(PROGRAMS_DIR)/site \

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from tests.costs import Recorder
+from tests.costs import Recorder, read_record
 from tests.leaks import Snapshot, adopt_orphans, reap_ended, wait_for_leaks
+from tests.parts import Part, deselect_others
+from tests.tiers import tier_of
 
 if TYPE_CHECKING:
     from tests.process.harness import Zygote
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("leak_grace_s", "seconds that a test's leftovers have to end", default="10.0")
     parser.addoption("--costs", help="append what each test costs to this file", metavar="FILE")
+    parser.addoption("--part", help="run one part of the tests, such as 1/3", metavar="I/N")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,12 +43,24 @@ def pytest_configure(config: pytest.Config) -> None:
         tqdm.tqdm.monitor_interval = 0  # it would start a thread that stays
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In CI only: processes get a second try, which the closing lines name (CONTRIBUTING.md)."""
+@pytest.hookimpl(trylast=True)  # when -m has been applied
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves one part, and gives processes a second try in CI, which its closing lines name."""
+    if items and (part := config.getoption("--part")):
+        tier = tier_of(items[0])
+        costs_s = {cost.test: cost.cpu_s for cost in read_record() if cost.tier == tier}
+        config.hook.pytest_deselected(items=deselect_others(Part.parse(part), items, costs_s))
     if os.environ.get("CI"):
         for item in items:
             if item.get_closest_marker("process") or item.get_closest_marker("alone"):
                 item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A small part of few tests may be empty."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("--part"):
+        session.exitstatus = pytest.ExitCode.OK
 
 
 def pytest_collection_finish() -> None:

@@ -1,22 +1,42 @@
 """What each test costs: seconds of a processor, with its children, and seconds of a clock.
 
-`pytest --costs FILE` appends one line of JSON to FILE for each test, and one for each of pytest's
-own processes, which has what imports and collecting took. `scripts/test_costs.py` makes
-the table of it that docs/tests.md names.
+    make test-costs              # all tiers; writes tests/costs.csv and prints the dearest
+
+`pytest --costs FILE` appends one line of JSON to FILE for each case, and one for each of pytest's
+own processes, which has what imports and collecting took. `python -m tests.costs FILE` makes the
+record of it, with one row for all cases of a test in a tier.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import resource
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from tests.tiers import tier_of
+
+RECORD = Path(__file__).with_name("costs.csv")
+OVERHEAD = "(imports and collecting)"
+DEAREST = 40
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Cost(NamedTuple):
+    """Of a test in one tier: all of its cases together."""
+
+    tier: str
+    test: str
+    cases: int
+    cpu_s: float
+    wall_s: float
 
 
 class Recorder:
@@ -33,21 +53,20 @@ class Recorder:
         result = yield
         cpu_s, wall_s = processor_s() - cpu_s, time.perf_counter() - wall_s
         self.tests_s += cpu_s
-        self._write(test=item.nodeid, cpu_s=cpu_s, wall_s=wall_s)
+        self._write(Cost(tier_of(item), item.nodeid, 1, cpu_s, wall_s))
         return result
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        has_workers = (
-            session.config.getoption("dist", "no") != "no"
-        )  # they write lines of their own
+        items = getattr(session, "items", [])
+        tier = tier_of(items[0]) if items else "default"
+        has_workers = session.config.getoption("dist", "no") != "no"  # each writes its own line
         cpu_s = time.process_time() if has_workers else processor_s() - self.tests_s
-        self._write(test=None, cpu_s=cpu_s, wall_s=0.0)
+        self._write(Cost(tier, OVERHEAD, 1, cpu_s, 0.0))
 
-    def _write(self, *, test: str | None, cpu_s: float, wall_s: float) -> None:
-        line = {"test": test, "cpu_s": round(cpu_s, 4), "wall_s": round(wall_s, 4)}
+    def _write(self, cost: Cost) -> None:
         with self.file.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(cost) + "\n")
 
 
 def processor_s() -> float:
@@ -77,3 +96,51 @@ def _used_by(pid: int) -> float:
         return 0.0
     fields = stat.rpartition(")")[2].split()  # what follows its name; then utime is the twelfth
     return sum(map(int, fields[11:15])) / TICKS_PER_S
+
+
+def read_costs(file: Path) -> list[Cost]:
+    """Of each test in each tier, from what `pytest --costs` has left; the dearest come first."""
+    found: dict[tuple[str, str], Cost] = {}
+    for line in file.read_text().splitlines():
+        case = Cost(*json.loads(line))
+        key = case.tier, case.test.partition("[")[0]
+        sums = zip(found.get(key, Cost(*key, 0, 0.0, 0.0))[2:], case[2:], strict=True)
+        found[key] = Cost(*key, *map(sum, sums))
+    return sorted(found.values(), key=lambda cost: -cost.cpu_s)
+
+
+def write_record(costs: Iterable[Cost]) -> None:
+    with RECORD.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Cost._fields)
+        for cost in sorted(costs, key=lambda cost: cost[:2]):
+            writer.writerow([*cost[:3], *(f"{seconds:.2f}" for seconds in cost[3:])])
+
+
+def read_record() -> list[Cost]:
+    """The one that is committed; nothing where there is none."""
+    if not RECORD.exists():
+        return []
+    with RECORD.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [
+        Cost(row["tier"], row["test"], int(row["cases"]), float(row["cpu_s"]), float(row["wall_s"]))
+        for row in rows
+    ]
+
+
+def main(file: str) -> None:
+    costs = read_costs(Path(file))
+    write_record(costs)
+    print("| tier | test | cases | processor s | wall s |\n| --- | --- | --- | --- | --- |")
+    dearest = [cost for cost in costs if cost.test != OVERHEAD][:DEAREST]
+    for cost in dearest:
+        test = cost.test.removeprefix("tests/").replace(".py::", ": ")
+        print(f"| {cost.tier} | `{test}` | {cost.cases} | {cost.cpu_s:.1f} | {cost.wall_s:.1f} |")
+    for tier in sorted({cost.tier for cost in costs}):
+        minutes = sum(cost.cpu_s for cost in costs if cost.tier == tier) / 60
+        print(f"\n{tier}: {minutes:.1f} minutes of a processor")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -44,7 +44,7 @@ class ByHand:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._meeting = threading.Barrier(ranks, timeout=30)
+        self._meeting = threading.Barrier(ranks, timeout=60)
         self._gradients: list[Sequence[torch.Tensor | None]] = [()] * ranks
 
     def of(self, rank: int) -> Average:

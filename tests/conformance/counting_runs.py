@@ -156,4 +156,4 @@ def by_arithmetic(
 
 
 def wait_for(event: threading.Event) -> None:
-    assert event.wait(30), "it has not come"
+    assert event.wait(60), "it has not come"

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop import PRESETS
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.errors import ForepropError, HandshakeError
@@ -28,6 +27,7 @@ from tests.conformance.aggregation_runs import (
     together,
     wait_for,
 )
+from tests.conformance.matrices import PROTOCOLS, few
 from tests.conformance.parity import (
     Batch,
     batches_of,
@@ -38,6 +38,7 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
+from tests.tiers import long_cases
 
 
 def differ(a: Values, b: Values) -> bool:
@@ -49,8 +50,7 @@ def clamp(model: nn.Module) -> None:
     nn.utils.clip_grad_value_(model.parameters(), 0.02)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "ranks"), few(MODELS, [1, 2, 3]))
 def test_clip_by_value(model: str, ranks: int) -> None:
     build, by_rank = data_of(model, ranks)
     wanted = alone(build, by_rank, clamp)
@@ -58,8 +58,7 @@ def test_clip_by_value(model: str, ranks: int) -> None:
     check_each_step(together(build, by_rank, clip_grad_value=0.02), wanted)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "ranks"), few(MODELS, [1, 2, 3]))
 def test_clip_by_norm(model: str, ranks: int) -> None:
     build, by_rank = data_of(model, ranks)
     norms: list[float] = []
@@ -70,7 +69,7 @@ def test_clip_by_norm(model: str, ranks: int) -> None:
     check_each_step(together(build, by_rank, clip_grad_norm=LIMIT), wanted)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["tied attention", *long_cases("mlp", "cnn", "lstm")])
 def test_clip_by_norm_without_waiting_after_each_step(model: str) -> None:
     """Gradients and replies overlap with computation, as in a real loop."""
     build, by_rank = data_of(model, 2)
@@ -87,9 +86,8 @@ def test_clip_by_norm_without_waiting_after_each_step(model: str) -> None:
 
 
 @servers_only
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("servers", [1, 3])
-def test_clip_by_norm_with_every_protocol(preset: str, servers: int) -> None:
+@pytest.mark.parametrize(("servers", "preset"), few([1, 3], PROTOCOLS))
+def test_clip_by_norm_with_every_protocol(servers: int, preset: str) -> None:
     build, by_rank = data_of("lstm", 2)
     wanted = alone(build, by_rank, scaled_to(LIMIT))
     settings = {"preset": preset, "servers_per_node": servers, "slice_elems": 40}
@@ -97,7 +95,7 @@ def test_clip_by_norm_with_every_protocol(preset: str, servers: int) -> None:
     check_each_step(got, wanted)
 
 
-@pytest.mark.parametrize("chunk_elems", [1, 10])
+@pytest.mark.parametrize("chunk_elems", [10, *long_cases(1)])
 def test_clip_by_norm_in_a_ring_has_the_bits_of_servers(chunk_elems: int) -> None:
     build, by_rank = data_of("lstm", 2)
     served = together(build, by_rank, clip_grad_norm=LIMIT, architecture="p2p")
@@ -155,7 +153,7 @@ def test_without_clipping_no_norm_is_known() -> None:
     assert run_cluster(1, work) == [None]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["tied attention", *long_cases("mlp", "cnn", "lstm")])
 def test_the_sum_of_gradients_is_that_of_a_loss_which_is_a_sum(model: str) -> None:
     build, by_rank = data_of(model, 3)
     build = with_sgd(MODELS[model][0], lr=0.01)
@@ -214,7 +212,7 @@ def test_who_holds_up_the_norm_is_named(capfd: pytest.CaptureFixture[str]) -> No
 
 
 @servers_only
-@pytest.mark.parametrize("name", ["clip_grad_value", "clip_grad_norm"])
+@pytest.mark.parametrize("name", ["clip_grad_norm", *long_cases("clip_grad_value")])
 def test_clipping_has_the_same_bits_for_every_partition(name: str) -> None:
     same_everywhere(PARTITIONS, **{name: 0.02})
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +153,16 @@ def implementations(cls: Any) -> list[dict[str, Any]]:
     return [options for options in IMPLEMENTATIONS if not set(options) - set(known)]
 
 
-@pytest.mark.parametrize(
-    ("cls", "options"),
-    [(cls, options) for cls in [*OPTIMIZERS, Halving] for options in implementations(cls)]
-    + [(Whole, {})],
-)
+def variants() -> Iterator[Any]:
+    """Of each class's implementations `make test` has one, of the next class the next one."""
+    for number, cls in enumerate([*OPTIMIZERS, Halving, Whole]):
+        options = implementations(cls)
+        for place, own in enumerate(options):
+            is_long = place != number % len(options)
+            yield pytest.param(cls, own, marks=[pytest.mark.long] if is_long else [])
+
+
+@pytest.mark.parametrize(("cls", "options"), [*variants()])
 def test_every_optimizer_is_as_in_plain_pytorch(cls: Any, options: dict[str, Any]) -> None:
     train: Trainer = train_with_closure if cls is torch.optim.LBFGS else train_classifier
     check_as_plain(with_optimizer(cls, options), train)

@@ -14,6 +14,8 @@ from foreprop.cluster.world import World
 from foreprop.errors import ForepropError, TrainingLoopError
 from foreprop.numerics.finite import check_finite, is_finite
 from tests.cluster import run_cluster
+from tests.conformance.matrices import few
+from tests.tiers import long_cases
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -74,9 +76,17 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["out.weight", "out.bias", "table.weight"])
-def test_rank_parameter_and_step_are_named(layout: str, name: str) -> None:
+DENSE, ROWS = list(LAYOUTS)[:6], list(LAYOUTS)[6:]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *few(["out.weight", "out.bias", "table.weight"], DENSE),
+        *few(["table.weight", *long_cases("out.weight", "out.bias")], ROWS),
+    ],
+)
+def test_rank_parameter_and_step_are_named(name: str, layout: str) -> None:
     settings, local_size = LAYOUTS[layout]
 
     def work(world: World) -> str:

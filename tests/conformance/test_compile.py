@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import foreprop
 from tests.cluster import worlds
+from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
     build_seeded,
@@ -134,14 +135,16 @@ def _compare(way: str, when: str, make: Any = _plain, **options: Any) -> None:
     assert graphs <= wanted_graphs + 1  # one more: the first step has a hook of its own
 
 
-WAYS = ["whole", "method", "function", "submodules", "submodule_methods"]
-
-
-@pytest.mark.parametrize("make", [_normed, *long_cases(_plain)], ids=["normed", "plain"])
-@pytest.mark.parametrize(("when", "fullgraph"), [("before", True), ("after", False)])
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_compile(way: str, when: str, make: Any, fullgraph: bool) -> None:
-    _compare(way, when, make, fullgraph=fullgraph)
+@pytest.mark.parametrize(
+    ("way", "when", "make"),
+    few(
+        ["submodules", *long_cases("whole", "method", "function", "submodule_methods")],
+        ["before", *long_cases("after")],
+        [_normed, *long_cases(_plain)],
+    ),
+)
+def test_every_way_to_compile(way: str, when: str, make: Any) -> None:
+    _compare(way, when, make, fullgraph=when == "before")
 
 
 def test_the_compiled_model_itself_is_parallelized() -> None:
@@ -157,6 +160,7 @@ def test_the_compiled_model_itself_is_parallelized() -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.long
 def test_aot_autograd() -> None:
     _compare("whole", "before", _normed, backend="aot_eager")
 

@@ -113,8 +113,9 @@ def _waiting_at_looks(model: nn.Module, compiler: Any) -> list[set[str]]:
 LATER = {"point", "scale", "standardised", "last"}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_nothing_waits_at_the_entry(backend: str) -> None:
     """What is used behind a look still waits there, and nothing else does."""
     model, _ = build_seeded(_build)
@@ -160,10 +161,9 @@ def _compare(backend: str, memory_format: torch.memory_format) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "memory_format", [torch.contiguous_format, *long_cases(torch.channels_last)]
-)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.long
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_same_bits(backend: str, memory_format: torch.memory_format) -> None:
     """As the same code compiled without foreprop, by as many compilations."""
     _compare(backend, memory_format)

@@ -220,9 +220,8 @@ def _with_conditions(model: Any, optimizer: torch.optim.Optimizer) -> list[torch
 
 PROGRAMS = [
     _compiled_step,
-    _train_step,
     _functional,
-    _exported,
+    *long_cases(_train_step, _exported),
     *long_cases(_forward_and_backward, _dynamic, _checkpointed_region, _inference),
     *long_cases(_under_vmap, _in_a_mode, _subclass, _with_conditions),
 ]
@@ -259,7 +258,7 @@ def test_same_bits(program: Program) -> None:
     _compare(program)
 
 
-@pytest.mark.parametrize("update", ["servers", "workers"])
+@pytest.mark.parametrize("update", ["servers", *long_cases("workers")])
 def test_layers_of_torch_that_are_compiled_one_by_one(update: str) -> None:
     _compare(_each_layer, lambda: nn.Sequential(_Layer(5, 6), nn.Linear(6, 3)), update=update)
 

@@ -329,8 +329,9 @@ def test_beside_other_code(make: Any, run_before: bool) -> None:
     _compare(make, _aot, run_before=run_before)
 
 
-@pytest.mark.parametrize("run_before", [True, *long_cases(False)])
-@pytest.mark.parametrize("make", [_Tied, *long_cases(_Twice, _Blocks)])
+@pytest.mark.long
+@pytest.mark.parametrize("run_before", [True, False])
+@pytest.mark.parametrize("make", [_Tied, _Twice, _Blocks])
 def test_several_regions(make: Any, run_before: bool) -> None:
     _compare(make, _aot_parts, run_before=run_before)
 

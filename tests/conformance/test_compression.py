@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop import PRESETS
 from foreprop.cluster.world import World
 from foreprop.core.frames import Stage
 from foreprop.errors import ConfigError, HandshakeError, TrainingLoopError
@@ -27,6 +26,7 @@ from tests.conformance.aggregation_runs import (
     together,
     values_of,
 )
+from tests.conformance.matrices import PROTOCOLS, few
 from tests.conformance.parity import (
     Batch,
     Build,
@@ -72,14 +72,15 @@ def check_no_bit_changes(build: Build, by_rank: Sequence[Sequence[Batch]], **set
 
 
 # Exact.
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "ranks"), few(MODELS, [1, 2, 3]))
 def test_every_step_of_every_model(model: str, ranks: int) -> None:
     check_no_bit_changes(*data_of(model, ranks))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize(
+    ("optimizer", "ranks"),
+    few([torch.optim.Adam, *long_cases(torch.optim.SGD)], [2, *long_cases(3)]),
+)
 def test_large_slices(optimizer: Any, ranks: int) -> None:
     build, by_rank = with_wide(optimizer, lr=0.01), batches_of(ranks)
     wanted = run_foreprop(build, train_classifier, by_rank)
@@ -99,7 +100,7 @@ def check_bytes(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert "raw_pushed_bytes" not in theirs
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", PROTOCOLS)
 def test_every_preset(preset: str) -> None:
     check_no_bit_changes(with_wide(), batches_of(2), preset=preset, servers_per_node=2)
 
@@ -107,15 +108,12 @@ def test_every_preset(preset: str) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"slice_elems": 1},
         {"slice_elems": 7, "servers_per_node": 3},
         {"wire_dtype": "bfloat16"},
-        {"wire_dtype": "float16"},
-        {"clip_grad_norm": 0.1},
-        {"clip_grad_value": 0.01},
-        {"ema": 0.9},
+        {"ema": 0.9, "clip_grad_norm": 0.1},
         {"update": "workers"},
-        {"reduction": "sum", "check_finite": True},
+        *long_cases({"slice_elems": 1}, {"wire_dtype": "float16"}, {"clip_grad_value": 0.01}),
+        *long_cases({"reduction": "sum", "check_finite": True}),
     ],
     ids=str,
 )
@@ -172,7 +170,7 @@ def test_accumulated_gradients() -> None:
         check_same_bits(got.model, wanted[0].model)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *long_cases(torch.float64)])
 def test_other_types(dtype: torch.dtype) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = wide().to(dtype)
@@ -263,10 +261,13 @@ def replace_data(model: Any, _: torch.Generator) -> None:
         parameter.data = parameter.data * 0.5
 
 
-@pytest.mark.parametrize("ranks", [2, *long_cases(3)])
-@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize(
-    "change", [change_all, change_differently, change_through_data, replace_data]
+    ("change", "wire_dtype", "ranks"),
+    few(
+        [change_differently, change_through_data, *long_cases(change_all, replace_data)],
+        [None, "bfloat16"],
+        [2, *long_cases(3)],
+    ),
 )
 def test_changes_by_hand(
     change: Callable[[Any, torch.Generator], None], wire_dtype: str | None, ranks: int
@@ -294,7 +295,7 @@ def test_changes_by_hand(
         check_values(ours.result, theirs.result)
 
 
-@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", *long_cases(None)])
 def test_what_only_another_rank_changes_through_data_is_lost_as_ever(
     wire_dtype: str | None,
 ) -> None:

@@ -17,6 +17,7 @@ from tests.conformance.averaging_by_hand import (
     check_contract,
     gradients,
 )
+from tests.conformance.matrices import few
 from tests.conformance.parity import Batch, servers_only, small_model, with_sgd
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -39,14 +40,14 @@ def accumulating(passes: Sequence[int]) -> ReadingLoop:
     return loop
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("passes", [(2, 3, 1), (1, 2, 3, 4), (3, 3, 1, 1, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("passes", "setting"), few([(2, 3, 1), (1, 2, 3, 4), (3, 3, 1, 1, 3)], SETTINGS), ids=str
+)
 def test_passes_vary(passes: tuple[int, ...], setting: str) -> None:
     check_contract(with_sgd(), accumulating(passes), steps=sum(passes), **SETTINGS[setting])
 
 
-@pytest.mark.parametrize("zeroed", [True, False])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "zeroed"), few(SETTINGS, [True, False]))
 def test_skipped_steps(setting: str, zeroed: bool) -> None:
     """Without `zero_grad()` the next step is made with both batches."""
 
@@ -80,8 +81,7 @@ def test_gradients_that_are_read_and_added_to(setting: str) -> None:
     check_contract(with_sgd(), loop, steps=6, **SETTINGS[setting])
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "set_to_none"), few(SETTINGS, [True, False]))
 def test_the_model_zeroes_gradients(setting: str, set_to_none: bool) -> None:
     """After `step()`, whose updates are still pending; and between two passes."""
 
@@ -139,9 +139,11 @@ class _NowAndThen(nn.Module):
         return self.net(x)
 
 
-@pytest.mark.parametrize("preset", ["p3", "kvstore", "tensorflow"])
-@pytest.mark.parametrize("local", [1, pytest.param(2, marks=servers_only)])
-def test_a_parameter_that_is_used_now_and_then(preset: str, local: int) -> None:
+@pytest.mark.parametrize(
+    ("local", "preset"),
+    few([1, pytest.param(2, marks=servers_only)], ["tensorflow", "kvstore", "p3"]),
+)
+def test_a_parameter_that_is_used_now_and_then(local: int, preset: str) -> None:
     """In the other steps there is no average, also for who asks a relay."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -187,15 +189,19 @@ def holding(when: str, clear: Any) -> ReadingLoop:
     return loop
 
 
-@pytest.mark.parametrize("settings", [{}, *SETTINGS.values()], ids=str)
-@pytest.mark.parametrize("when", ["at once", "next backward", "next step"])
+CLEARS = {
+    "optimizer": lambda _, optimizer: optimizer.zero_grad(),
+    "model": lambda model, _: model.zero_grad(),
+}
+
+
 @pytest.mark.parametrize(
-    "clear",
-    [lambda _, optimizer: optimizer.zero_grad(), lambda model, _: model.zero_grad()],
-    ids=["optimizer", "model"],
+    ("clear", "when", "settings"),
+    few(CLEARS, ["at once", "next backward", "next step"], [{}, *SETTINGS.values()]),
+    ids=str,
 )
 def test_a_gradient_that_is_held_when_there_is_none_any_more(
-    clear: Any, when: str, settings: dict[str, Any]
+    clear: str, when: str, settings: dict[str, Any]
 ) -> None:
     """It is the average, as with DDP, whenever it is looked at."""
-    check_contract(with_sgd(), holding(when, clear), steps=5, **settings)
+    check_contract(with_sgd(), holding(when, CLEARS[clear]), steps=5, **settings)

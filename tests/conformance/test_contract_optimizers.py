@@ -21,7 +21,9 @@ from tests.conformance.averaging_by_hand import (
     check_contract,
     made_by,
 )
+from tests.conformance.matrices import few
 from tests.conformance.parity import Batch, small_model, with_sgd
+from tests.tiers import long_cases
 
 WORKERS: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -124,13 +126,21 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("setting", ["workers", "ring"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# torch's own are in test_alone and test_optimizers: here one of each way to keep state
+KINDS = ["Adafactor", "Adam_fused", "SGD", "Lion", "WholeNorm", "ScheduleFree"]
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    few([*KINDS, *long_cases(*sorted({*OPTIMIZERS} - {*KINDS}))], ["workers", "ring"]),
+)
 def test_every_optimizer(name: str, setting: str) -> None:
     check_contract(made_by(OPTIMIZERS[name]), plainly, steps=4, **WORKERS[setting])
 
 
-@pytest.mark.parametrize("name", ["Lion", "WholeNorm", "ScheduleFree", "Adafactor", "Adam_fused"])
+@pytest.mark.parametrize(
+    "name", ["Lion", "Adam_fused", *long_cases("WholeNorm", "ScheduleFree", "Adafactor")]
+)
 def test_what_servers_cannot_apply_is_told_by_itself(name: str) -> None:
     exact = name != "Adam_fused"  # servers use the plain loop
     check_contract(made_by(OPTIMIZERS[name]), plainly, steps=4, rtol=0.0 if exact else 1e-5)
@@ -140,7 +150,7 @@ def _matrices() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7, bias=False), nn.Tanh(), nn.Linear(7, 3, bias=False))
 
 
-@pytest.mark.parametrize("setting", WORKERS)
+@pytest.mark.parametrize("setting", ["auto", *long_cases("workers", "ring")])
 def test_muon(setting: str) -> None:
     build = made_by(lambda p: torch.optim.Muon(p, lr=0.02), _matrices)
     check_contract(build, plainly, **WORKERS[setting])
@@ -161,7 +171,7 @@ def _closing(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average
     return losses
 
 
-@pytest.mark.parametrize("setting", WORKERS)
+@pytest.mark.parametrize("setting", ["auto", "ring", *long_cases("workers")])
 def test_lbfgs_calls_its_closure_often(setting: str) -> None:
     """Without a line search: its tests are of this rank's own loss."""
     build = made_by(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3))
@@ -191,7 +201,7 @@ def _sam(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average: Av
         optimizer.step()
 
 
-@pytest.mark.parametrize("setting", WORKERS)
+@pytest.mark.parametrize("setting", ["workers", "ring", *long_cases("auto")])
 def test_sharpness_aware(setting: str) -> None:
     check_contract(with_sgd(), _sam, **WORKERS[setting])
 
@@ -208,9 +218,9 @@ def _by_hand(model: nn.Module, _: Any, batches: Sequence[Batch], average: Averag
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"architecture": "ring"}, {"preset": "tensorflow"}], ids=str
+    ("loop", "settings"),
+    few([_by_hand, plainly], [{}, {"architecture": "ring"}, {"preset": "tensorflow"}]),
 )
-@pytest.mark.parametrize("loop", [_by_hand, plainly])
 def test_without_an_optimizer_gradients_are_averaged(
     loop: ReadingLoop, settings: dict[str, Any]
 ) -> None:
@@ -275,7 +285,9 @@ def _looked_at(model: Any, optimizer: Any, batches: Sequence[Batch], average: Av
     return seen
 
 
-@pytest.mark.parametrize("setting", STATES)
+@pytest.mark.parametrize(
+    "setting", ["servers", "ring's own", *long_cases("workers", "ring", "hybrid")]
+)
 def test_the_optimizer_s_state_is_there_after_step(setting: str) -> None:
     check_contract(made_by(OPTIMIZERS["Adam"]), _looked_at, **STATES[setting])
 

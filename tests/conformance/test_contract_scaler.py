@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from tests.conformance.averaging_by_hand import Average, ReadingLoop, check_contract, made_by
+from tests.conformance.matrices import few
 from tests.conformance.parity import Batch, servers_only
 from tests.conformance.scaler_runs import make_scaler
+from tests.tiers import long_cases
 
 CLOSE = 1e-5
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -57,12 +59,14 @@ LOOPS: dict[str, tuple[ReadingLoop, float]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "fused": True}])
 @pytest.mark.parametrize(
-    "setting",
-    [pytest.param(s, marks=servers_only) if s == "relays" else s for s in SETTINGS],
+    ("name", "setting", "options"),
+    few(
+        ["clipped", "plainly", *long_cases("unscaled")],
+        [pytest.param(s, marks=servers_only) if s == "relays" else s for s in SETTINGS],
+        [{"momentum": 0.9}, {"momentum": 0.9, "fused": True}],
+    ),
 )
-@pytest.mark.parametrize("name", LOOPS)
 def test_a_step_that_is_bad_on_one_rank_is_left_out_on_all(
     name: str, setting: str, options: dict[str, Any]
 ) -> None:

@@ -207,6 +207,7 @@ def test_who_fails_leaves_and_says_why() -> None:
     assert (left["step"], left["counted_slices"]) == (2, left["slices"])
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_who_is_silent_is_dropped_and_told_so() -> None:
     """Stopped for longer than the others wait: it comes back, and learns that they went on."""
@@ -243,6 +244,7 @@ def test_who_is_silent_is_dropped_and_told_so() -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_survivors_may_take_their_time() -> None:
     """One that has died is no reason to close: nobody waits for those who stay."""

@@ -17,6 +17,7 @@ from foreprop.cluster.world import World
 from foreprop.errors import ConfigError
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import Values, values_of
+from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
     Build,
@@ -27,6 +28,7 @@ from tests.conformance.parity import (
     with_sgd,
 )
 from tests.conformance.scaler_runs import BAD_STEP, together
+from tests.tiers import long_cases
 
 pytestmark = servers_only
 
@@ -159,21 +161,22 @@ def train(
     return run_cluster(len(by_rank), work)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"nesterov": True},
-        {"weight_decay": 0.2},
-        {"nesterov": True, "weight_decay": 0.2},
-        {"clip_norm": 0.25},
-        {"clip_value": 0.2},
-    ],
-    ids=str,
-)
-def test_every_step_is_that_of_the_paper(options: dict[str, Any], reduction: str) -> None:
-    check_every_step("dgc:0.05", 0.05, 0, reduction, **options)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"nesterov": True},
+    {"weight_decay": 0.2},
+    {"nesterov": True, "weight_decay": 0.2},
+    {"clip_norm": 0.25},
+    {"clip_value": 0.2},
+]
+USUAL = [(0, "mean"), (3, "mean"), (4, "sum"), (5, "sum")]
+REST = [(at, kind) for at in range(6) for kind in ("mean", "sum") if (at, kind) not in USUAL]
+
+
+@pytest.mark.parametrize("case", [*USUAL, *long_cases(*REST)], ids=str)
+def test_every_step_is_that_of_the_paper(case: tuple[int, str]) -> None:
+    number, reduction = case
+    check_every_step("dgc:0.05", 0.05, 0, reduction, **OPTIONS[number])
 
 
 def test_the_warm_up_sends_less_from_stage_to_stage() -> None:
@@ -192,8 +195,9 @@ def check_every_step(
             torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("local_size", [1, 2])
-@pytest.mark.parametrize("limit", ["clip_grad_norm", "clip_grad_value"])
+@pytest.mark.parametrize(
+    ("limit", "local_size"), few(["clip_grad_norm", "clip_grad_value"], [1, 2])
+)
 def test_a_scaled_loss_is_clipped_at_scaled_limits(limit: str, local_size: int) -> None:
     """Powers of two change no bit of anything else. Relays clip sums."""
     by_rank = batches_of(3, count=6)

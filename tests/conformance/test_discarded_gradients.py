@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
     batches_of,
@@ -52,8 +53,7 @@ def _sometimes(between: Between) -> Callable[..., None]:
     return loop
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("way", DISCARDS)
+@pytest.mark.parametrize(("way", "architecture"), few(DISCARDS, ARCHITECTURES))
 def test_gradients_that_are_discarded_before_the_step(way: str, architecture: str) -> None:
     loop = _sometimes(DISCARDS[way])
     settings = {"update": "workers", "architecture": architecture}

@@ -304,6 +304,7 @@ def test_stopped_again_and_again_in_one_epoch(tmp_path: Path) -> None:
     check_once(of_epoch(one, 1), deals=1)
 
 
+@pytest.mark.long
 def test_a_stop_after_such_a_stop_changes_no_bit(tmp_path: Path) -> None:
     """With as many ranks the batches are read again that the ranks have had since."""
     Script(tmp_path, deaths={1: 3}, stop_at=8, every=3).run()

@@ -16,6 +16,7 @@ import foreprop
 from foreprop.cluster.world import World
 from foreprop.errors import ConfigError, TrainingLoopError
 from tests.cluster import run_cluster, worlds
+from tests.conformance.matrices import few
 from tests.conformance.parity import (
     batches_of,
     build_seeded,
@@ -78,8 +79,7 @@ def _replace(model: nn.Module) -> None:
         parameter.grad = torch.ones_like(parameter.grad)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("edit", [_clip, _clip_values, _scale, _replace])
+@pytest.mark.parametrize(("edit", "steps"), few([_clip, _clip_values, _scale, _replace], [1, 3]))
 def test_an_edit_that_the_first_step_did_not_make(
     edit: Callable[[nn.Module], None], steps: int
 ) -> None:
@@ -205,8 +205,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.parametrize("steps", STEPS[1:])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(("name", "steps"), few(CHANGES, STEPS[1:]))
 def test_a_parameter_changed_while_pending(name: str, steps: int) -> None:
     with (
         _session(steps) as (model, _, _),
@@ -283,8 +282,7 @@ def test_a_change_before_the_first_step_counts() -> None:
 
 
 @servers_only
-@pytest.mark.parametrize("preset", ["p3", "kvstore", "tensorflow"])
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(("culprit", "preset"), few([0, 1], ["p3", "kvstore", "tensorflow"]))
 def test_a_change_on_one_rank_only(culprit: int, preset: str) -> None:
     def work(world: World) -> None:
         model, optimizer = build_seeded(with_sgd())

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop import PRESETS
 from foreprop.cluster.world import World
 from foreprop.errors import ConfigError, ForepropError, HandshakeError, TrainingLoopError
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import LIMIT, MODELS, check_each_step, data_of, values_of
+from tests.conformance.matrices import PROTOCOLS, few
 from tests.conformance.parity import (
     batches_of,
     build_seeded,
@@ -27,10 +27,10 @@ from tests.conformance.parity import (
     with_sgd,
 )
 from tests.conformance.scaler_runs import BAD_STEP, alone, make_scaler, together, train
+from tests.tiers import long_cases
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "ranks"), few(MODELS, [1, 2, 3]))
 def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(model: str, ranks: int) -> None:
     build, by_rank = data_of(model, ranks)
     values, scales, states = alone(build, by_rank, bad_step=BAD_STEP)
@@ -45,7 +45,7 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(model: str, ranks: int
             assert torch.allclose(mine, wanted, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["lstm", *long_cases("mlp", "cnn", "tied attention")])
 def test_with_clipping_by_norm(model: str) -> None:
     build, by_rank = data_of(model, 2)
     values, scales, _ = alone(build, by_rank, bad_step=BAD_STEP, clip=LIMIT)
@@ -55,7 +55,7 @@ def test_with_clipping_by_norm(model: str) -> None:
 
 
 @servers_only
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", PROTOCOLS)
 def test_every_preset(preset: str) -> None:
     build, by_rank = data_of("lstm", 2)
     values, scales, _ = alone(build, by_rank, bad_step=BAD_STEP)

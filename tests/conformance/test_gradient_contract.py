@@ -25,6 +25,7 @@ from tests.conformance.averaging_by_hand import (
     check_contract,
     gradients,
 )
+from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
     batches_of,
@@ -33,6 +34,7 @@ from tests.conformance.parity import (
     small_model,
     with_sgd,
 )
+from tests.tiers import long_cases
 
 CLOSE = 1e-5
 """Norms are added up otherwise than torch does."""
@@ -185,17 +187,37 @@ EDITS: dict[str, Use] = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
+def usual(uses: dict[str, Use], alike: str) -> list[Any]:
+    """All uses; those ``alike`` another one are `long`."""
+    rest = alike.split()
+    return [*(name for name in uses if name not in rest), *long_cases(*rest)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    usual(READS, "array foreach_abs stack_dot isfinite iterate one_norm max_each histogram copy"),
+)
 def test_reading(name: str) -> None:
     check_contract(with_sgd(), using(READS[name]))
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    "name",
+    usual(
+        NORMS,
+        "each_item linalg_norm torch_norm clip_finite clip_and_read",
+    ),
+)
 def test_norms(name: str) -> None:
     check_contract(with_sgd(), using(NORMS[name]), rtol=CLOSE)
 
 
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize(
+    "name",
+    usual(
+        EDITS, "clip_1 clip_3 mul_tensor div_number foreach_mul_tensor foreach_div nan_to_num copy"
+    ),
+)
 def test_edits(name: str) -> None:
     rtol = CLOSE if name.startswith("clip_") and name != "clip_value" else 0.0
     check_contract(with_sgd(), using(EDITS[name]), rtol=rtol)
@@ -219,10 +241,9 @@ SEVERAL = {
 }
 
 
-@pytest.mark.parametrize("use", SEVERAL)
 @pytest.mark.parametrize(
-    "setting",
-    [pytest.param(s, marks=servers_only) if s == "relays" else s for s in SETTINGS],
+    ("setting", "use"),
+    few([pytest.param(s, marks=servers_only) if s == "relays" else s for s in SETTINGS], SEVERAL),
 )
 def test_in_every_setting(setting: str, use: str) -> None:
     check_contract(with_sgd(), using(SEVERAL[use]), rtol=CLOSE, **SETTINGS[setting])

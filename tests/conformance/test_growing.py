@@ -291,7 +291,11 @@ class Epochs(Grown):
             self.found[rank] = snapshot(model.state_dict())
 
 
-@pytest.mark.parametrize(("started", "comes"), [(1, {1: 8, 2: 8}), (2, {2: 10, 3: 25})], ids=str)
+@pytest.mark.parametrize(
+    ("started", "comes"),
+    [(1, {1: 8, 2: 8}), pytest.param(2, {2: 10, 3: 25}, marks=pytest.mark.long)],
+    ids=str,
+)
 def test_each_sample_is_read_once_while_it_grows(
     tmp_path: Path, started: int, comes: dict[int, int]
 ) -> None:
@@ -328,7 +332,11 @@ def test_each_sample_is_read_once_while_it_grows(
             "RANK is 4, WORLD_SIZE 2 and max_workers 4: a newcomer has the RANK of a worker that"
             " was lost, or of one of those that may come, 2 to 3",
         ),
-        (1, {}, HandshakeError, "rank 1 wants to join, and is in the session, as server 0 sees it"),
+        pytest.param(
+            *(1, {}, HandshakeError),
+            "rank 1 wants to join, and is in the session, as server 0 sees it",
+            marks=pytest.mark.long,  # test_joining has it, too
+        ),
         (
             3,
             {"max_workers": 5},

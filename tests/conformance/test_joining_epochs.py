@@ -192,12 +192,13 @@ def test_a_worker_comes_back_without_its_server(victim: int) -> None:
     found.check()
 
 
+@pytest.mark.long
 def test_loaders_that_draw_ahead() -> None:
     found = Lives(lambda: usual(num_workers=2), 1, 3, epochs=2)
     found.check(ahead=MOST_AHEAD)
 
 
-@pytest.mark.parametrize("back_within", [0, 1])
+@pytest.mark.parametrize("back_within", [0, *long_cases(1)])
 def test_who_joins_at_the_end_of_an_epoch(back_within: int) -> None:
     """Its first pass may have no batch at all: then it goes on with the next one, as all do."""
     steps = SAMPLES // (BATCH * RANKS)

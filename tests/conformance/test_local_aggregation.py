@@ -21,6 +21,7 @@ from foreprop.errors import ConfigError, ForepropError, HandshakeError, Training
 from foreprop.relays.relay import Relay
 from tests.cluster import run_cluster
 from tests.conformance.aggregation_runs import LIMIT, check_each_step, data_of, wait_for
+from tests.conformance.matrices import PROTOCOLS, few
 from tests.conformance.parity import (
     Batch,
     Build,
@@ -66,7 +67,14 @@ def _check(workers: int = 4, per_node: int = 2, **settings: Any) -> None:
         check_same_optimizer_state(got.optimizer, wanted.optimizer)
 
 
-@pytest.mark.parametrize(("workers", "per_node"), [(4, 2), (3, 2), (5, 3)])
+@pytest.mark.parametrize(
+    ("workers", "per_node"),
+    [
+        (3, 2),
+        pytest.param(4, 2, marks=pytest.mark.long),
+        pytest.param(5, 3, marks=pytest.mark.long),
+    ],
+)
 def test_equals_one_process_with_the_whole_batch(workers: int, per_node: int) -> None:
     """The last node may have fewer workers."""
     plain = run_plain(BUILD, train_classifier, merge(batches_of(workers, count=3)))
@@ -75,21 +83,22 @@ def test_equals_one_process_with_the_whole_batch(workers: int, per_node: int) ->
         check_same_bits(trained.model, _reference(workers, per_node)[0].model)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", PROTOCOLS)
 def test_every_preset_gives_the_same_bits(preset: str) -> None:
     _check(preset=preset)
 
 
-@pytest.mark.parametrize("slice_elems", [1, 7, 1000])
+@pytest.mark.parametrize("slice_elems", [7, *long_cases(1, 1000)])
 def test_every_slice_size_gives_the_same_bits(slice_elems: int) -> None:
     _check(slice_elems=slice_elems)
 
 
-@pytest.mark.parametrize("settings", [{"servers_per_node": 2}, {"servers_per_node": 3}])
-def test_any_number_of_servers_gives_the_same_bits(settings: dict[str, Any]) -> None:
-    _check(slice_elems=3, **settings)
+@pytest.mark.parametrize("servers", [2, *long_cases(3)])
+def test_any_number_of_servers_gives_the_same_bits(servers: int) -> None:
+    _check(slice_elems=3, servers_per_node=servers)
 
 
+@pytest.mark.long
 def test_unequal_nodes_give_the_same_bits_with_every_preset() -> None:
     for preset in PRESETS:
         _check(3, 2, preset=preset, slice_elems=5)
@@ -121,15 +130,12 @@ def _everything() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(used, lr=0.01)
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"clip_grad_norm": 0.05},
-    {"clip_grad_value": 0.01},
-    {"reduction": "sum"},
-    {"ema": 0.9},
-    {"preset": "kvstore", "big_array_elems": 10},
+SETTINGS: list[Any] = [
+    {"reduction": "sum", "ema": 0.9},
     {"preset": "tensorflow", "clip_grad_norm": 0.05},
     {"wire_dtype": "bfloat16"},
+    *long_cases({}, {"clip_grad_norm": 0.05}, {"clip_grad_value": 0.01}),
+    *long_cases({"reduction": "sum"}, {"ema": 0.9}, {"preset": "kvstore", "big_array_elems": 10}),
 ]
 
 
@@ -164,7 +170,7 @@ def _change_by_hand(
                 model[0].weight.mul_(0.5)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", PROTOCOLS)
 def test_a_change_by_hand_on_every_rank_counts(preset: str) -> None:
     by_rank = batches_of(4, count=4)
     plain = run_plain(BUILD, _change_by_hand, merge(by_rank))
@@ -244,7 +250,7 @@ def test_a_rank_with_another_model_is_named(culprit: int) -> None:
         run_cluster(4, work, local_size=2)
 
 
-@pytest.mark.parametrize("clip", [None, LIMIT])
+@pytest.mark.parametrize("clip", [LIMIT, *long_cases(None)])
 def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(clip: float | None) -> None:
     build, by_rank = data_of("lstm", 4)
     values, scales, _ = alone(build, by_rank, bad_step=BAD_STEP, clip=clip)
@@ -253,8 +259,7 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(clip: float | None) ->
     assert got[1] == scales
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip_grad_norm": 1.0}], ids=["", "norm"])
-@pytest.mark.parametrize("late", [1, 3])
+@pytest.mark.parametrize(("late", "settings"), few([1, 3], [{}, {"clip_grad_norm": 1.0}]), ids=str)
 def test_who_holds_up_a_step_is_named(
     late: int, settings: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,10 +302,15 @@ def test_who_holds_up_a_step_is_named(
 
 
 # Tables that are held row by row.
-@pytest.mark.parametrize("settings", [{}, {"slice_elems": 13, "servers_per_node": 2}])
-@pytest.mark.parametrize("architecture", ["p2p", "hybrid"])
-@pytest.mark.parametrize("cls", [torch.optim.Adagrad, *long_cases(torch.optim.SGD)])
-@pytest.mark.parametrize("make", [Words, *long_cases(Bags, Pairs)])
+@pytest.mark.parametrize(
+    ("make", "cls", "architecture", "settings"),
+    few(
+        [Words, *long_cases(Bags, Pairs)],
+        [torch.optim.Adagrad, *long_cases(torch.optim.SGD)],
+        ["hybrid", *long_cases("p2p")],
+        [{"slice_elems": 13, "servers_per_node": 2}, *long_cases({})],
+    ),
+)
 def test_tables_train_as_in_one_process_with_all_the_data(
     make: Callable[[], nn.Module],
     cls: type[torch.optim.Optimizer],
@@ -317,25 +327,29 @@ def test_tables_train_as_in_one_process_with_all_the_data(
         check_close(trained.model, plain.model)
 
 
-def test_tables_have_the_same_bits_for_every_partition() -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"slice_elems": 7, "servers_per_node": 3},
+        *long_cases({"slice_elems": 7}, {"servers_per_node": 3}, {"preset": "kvstore"}),
+    ],
+    ids=str,
+)
+def test_tables_have_the_same_bits_for_every_partition(settings: dict[str, Any]) -> None:
     build, by_rank = with_optimizer(Words, torch.optim.Adagrad), ranks(4)
-    runs = [
-        run_foreprop(build, train_classifier, by_rank, local_size=2, **settings)[0]
-        for settings in (
-            {},
-            {"slice_elems": 7},
-            {"servers_per_node": 3},
-            {"preset": "kvstore"},
-        )
-    ]
-    for run in runs[1:]:
-        check_same_bits(run.model, runs[0].model)
+    wanted, *_ = run_foreprop(build, train_classifier, by_rank, local_size=2)
+    run, *_ = run_foreprop(build, train_classifier, by_rank, local_size=2, **settings)
+    check_same_bits(run.model, wanted.model)
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"clip_grad_norm": 0.05}, {"ema": 0.9}, {"wire_dtype": "bfloat16"}, {"preset": "kvstore"}],
-    ids=lambda settings: next(iter(settings)),
+    [
+        {"clip_grad_norm": 0.05, "ema": 0.9},
+        {"wire_dtype": "bfloat16"},
+        *long_cases({"clip_grad_norm": 0.05}, {"ema": 0.9}, {"preset": "kvstore"}),
+    ],
+    ids="-".join,
 )
 def test_tables_train_as_without(settings: dict[str, Any]) -> None:
     build, by_rank = with_optimizer(Words, torch.optim.Adagrad), ranks(4)
@@ -379,7 +393,7 @@ def _count(build: Build, by_rank: Sequence[Sequence[Batch]], **settings: Any) ->
     return counts[len(by_rank) // 2]
 
 
-@pytest.mark.parametrize("workers_per_node", [2, 3])
+@pytest.mark.parametrize("workers_per_node", [2, *long_cases(3)])
 def test_a_node_sends_and_gets_what_one_worker_does(workers_per_node: int) -> None:
     """Beside headers and hellos: without relays it would be as often as there are workers."""
     build = with_sgd(lambda: nn.Sequential(nn.Linear(5, 2000), nn.Linear(2000, 3)))

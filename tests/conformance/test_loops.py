@@ -32,6 +32,7 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
+from tests.tiers import long_cases
 
 
 # Gradient accumulation.
@@ -397,7 +398,10 @@ def test_gan(loop: Any) -> None:
     assert generator["pushes"] == (1 if ring else 6) * generator["steps"]
 
 
-@pytest.mark.parametrize("loop", GANS, ids=lambda loop: loop.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "loop",
+    [_tutorial, _critic_more_often, *long_cases(*GANS[1:-1])],
+)
 def test_gan_on_two_workers(loop: Any) -> None:
     by_rank = batches_of(2, count=5)
     nets = [_Nets(seed) for seed in range(2)]

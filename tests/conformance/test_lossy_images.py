@@ -21,6 +21,7 @@ from foreprop.errors import ConfigError
 from foreprop.path.tensors import IMAGE, MASTER, decode_state
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import MODELS, Values, data_of, together, values_of
+from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
     Build,
@@ -40,9 +41,10 @@ LOSSY = (
     *("int8", "int4", "int2", "1bit", "efsign", "sign", "qsgd", "qsgd:7", "terngrad"),
     *("topk:0.1", "topk:0.3", "randomk:0.3", "dgc:0.1", "dgc:0.1:2", "bf16", "fp16"),
 )
+KINDS = ["int4", "int2", "1bit", "sign", "qsgd:7", "topk:0.3", "randomk:0.3", "dgc:0.1:2", "fp16"]
+KINDS += long_cases(*sorted({*LOSSY} - {*KINDS}))
 SHOWN = ("int8", "topk:0.1")
 """Where one of each kind is enough: all elements, and a share of them."""
-shown = pytest.mark.parametrize("codec", SHOWN)
 
 
 def train_by(session: Any, model: Any, optimizer: Any, batches: Sequence[Batch]) -> Values:
@@ -95,28 +97,30 @@ def check_alike(runs: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, *long_cases(3)])
-@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("codec", KINDS)
 def test_images_of_every_codec_are_the_same_bits_everywhere(codec: str, ranks: int) -> None:
     check_alike(run(with_sgd(), batches_of(ranks), compression=codec))
 
 
-@shown
-@pytest.mark.parametrize("ranks", [2, *long_cases(3)])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "ranks", "codec"), few(MODELS, [2, *long_cases(3)], SHOWN))
 def test_images_are_the_same_bits_everywhere(model: str, ranks: int, codec: str) -> None:
     build, by_rank = data_of(model, ranks)
     check_alike(run(build, by_rank, compression=codec))
 
 
-@shown
 @pytest.mark.parametrize(
-    "settings",
-    [
-        *({"preset": preset} for preset in PRESETS),
-        {"slice_elems": 7, "servers_per_node": 3},
-        {"clip_grad_norm": 0.1},
-        {"ema": 0.9, "clip_grad_value": 0.01},
-    ],
+    ("settings", "codec"),
+    few(
+        [
+            {"preset": "kvstore"},
+            {"preset": "tensorflow"},
+            {"slice_elems": 7, "servers_per_node": 3},
+            {"clip_grad_norm": 0.1},
+            {"ema": 0.9, "clip_grad_value": 0.01},
+            *long_cases(*({"preset": preset} for preset in ("p3", "slicing", "wfbp", "p3-2019"))),
+        ],
+        SHOWN,
+    ),
     ids=str,
 )
 def test_with_every_setting(settings: dict[str, Any], codec: str) -> None:
@@ -172,7 +176,7 @@ def emulate(
 
 
 @pytest.mark.parametrize(
-    "codec", ["int8", "int4", "int2", "1bit", "efsign", "sign", "bf16", "topk:0.3"]
+    "codec", ["int8", "1bit", "sign", "topk:0.3", *long_cases("int4", "int2", "efsign", "bf16")]
 )
 @pytest.mark.parametrize("ranks", [*long_cases(1, 2), 3])
 def test_every_step_has_the_bits_of_the_codec_in_the_loop(ranks: int, codec: str) -> None:
@@ -221,7 +225,7 @@ def test_relays_have_the_bits_of_the_codec_on_the_sum_of_a_node(codec: str) -> N
                 assert torch.equal(state["residuals"][name][key].view(-1), array)
 
 
-@pytest.mark.parametrize("preset", ["p3", *long_cases(*sorted({*PRESETS} - {"p3"}))])
+@pytest.mark.parametrize("preset", ["kvstore", *long_cases(*sorted({*PRESETS} - {"kvstore"}))])
 def test_relays_with_every_preset(preset: str) -> None:
     settings: dict[str, Any] = {"preset": preset, "ema": 0.9, "clip_grad_norm": 0.1}
     runs = run(with_sgd(), batches_of(4), local_size=2, compression="int8", **settings)
@@ -267,9 +271,12 @@ def test_a_change_by_hand_keeps_what_was_not_changed_in_full() -> None:
 @pytest.mark.parametrize(
     ("codec", "local_size"),
     [
-        *((codec, 1) for codec in ("int8", "1bit", "topk:0.1", "dgc:0.1")),
+        ("1bit", 1),
         ("dgc:0.1", 2),
-        *(pytest.param(codec, 2, marks=pytest.mark.long) for codec in ("int8", "1bit")),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [("int8", 1), ("topk:0.1", 1), ("dgc:0.1", 1), ("int8", 2), ("1bit", 2)]
+        ),
     ],
 )
 def test_a_scale_that_changes_changes_no_bit(codec: str, local_size: int) -> None:
@@ -350,7 +357,7 @@ def test_a_node_that_goes_on_has_what_its_ranks_had(codec: str) -> None:
             assert torch.equal(again[2]["residuals"][name][key], of_nodes[1] * 0.75)
 
 
-@pytest.mark.parametrize("codec", ["int8", "dgc:0.1"])
+@pytest.mark.parametrize("codec", ["dgc:0.1", *long_cases("int8")])
 def test_residuals_of_all_ranks_go_on_with_other_slices_and_fewer_ranks(codec: str) -> None:
     by_rank = batches_of(3)
     saved = run(with_sgd(), by_rank, compression=codec)

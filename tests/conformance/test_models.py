@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import foreprop
 from tests.cluster import run_cluster, worlds
+from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
     batches_of,
@@ -29,6 +30,7 @@ from tests.conformance.parity import (
     with_sgd,
 )
 from tests.conformance.sequence_models import Attention, Recurrent, Tied, Transformer, UsedElsewhere
+from tests.tiers import long_cases
 
 
 def _tokens(ranks: int, count: int = 3, seed: int = 5) -> list[list[Batch]]:
@@ -55,7 +57,7 @@ def _train_tokens(
 
 
 @pytest.mark.parametrize(
-    "make", [Tied, UsedElsewhere, Attention, Transformer, Recurrent], ids=lambda m: m.__name__
+    "make", [Tied, Transformer, Recurrent, *long_cases(UsedElsewhere, Attention)]
 )
 def test_sequence_models(make: Any) -> None:
     check_both(with_sgd(make), _train_tokens, _tokens(2))
@@ -338,7 +340,7 @@ class _OddShapes(nn.Module):
         return self.layer(x) @ self.transposed * self.scale + self.nothing.sum()
 
 
-@pytest.mark.parametrize("preset", ["p3", "kvstore", "tensorflow"])
+@pytest.mark.parametrize("preset", ["p3", *long_cases("kvstore", "tensorflow")])
 def test_zero_dimensional_empty_and_transposed_parameters(preset: str) -> None:
     build = with_sgd(_OddShapes)
     batches = make_batches()
@@ -383,8 +385,7 @@ class _Checkpointed(nn.Module):
         return self.output(x)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(("use_reentrant", "shared"), few([False, True], [False, True]))
 def test_activation_checkpointing(use_reentrant: bool, shared: bool) -> None:
     def make() -> nn.Module:
         return _Checkpointed(use_reentrant, shared)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop import PRESETS
 from foreprop.cluster.world import World
 from foreprop.errors import ConfigError
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import MODELS, PARTITIONS, check_each_step, data_of, train
 from tests.conformance.average_runs import DECAY, alone, together
+from tests.conformance.matrices import PROTOCOLS, few
 from tests.conformance.parity import (
     batches_of,
     build_seeded,
@@ -29,8 +29,7 @@ from tests.conformance.parity import (
 )
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "ranks"), few(MODELS, [1, 3]))
 def test_averages_are_those_of_one_process(model: str, ranks: int) -> None:
     build, by_rank = data_of(model, ranks)
     wanted = alone(build, merge(by_rank))
@@ -78,7 +77,7 @@ def test_a_ring_has_the_averages_of_servers() -> None:
         check_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", PROTOCOLS)
 def test_every_preset(preset: str) -> None:
     build, by_rank = data_of("tied attention", 2)
     check_each_step(together(build, by_rank, preset=preset), alone(build, merge(by_rank)))

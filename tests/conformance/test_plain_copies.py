@@ -20,6 +20,7 @@ from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.session.session import ConnectedSession
 from tests.cluster import run_cluster, worlds
+from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
     batches_of,
@@ -30,6 +31,7 @@ from tests.conformance.parity import (
     snapshot,
     train_classifier,
 )
+from tests.tiers import long_cases
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
@@ -97,10 +99,10 @@ def _check_twins(ours: Any, wanted: Any) -> None:
     check_same_optimizer_state(optimizer.state_dict(), plain_optimizer.state_dict())
 
 
-@pytest.mark.parametrize("state", ["torch's", "own"])
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize(
+    ("steps", "way", "update", "state"),
+    few([0, 3], COPIES, UPDATES, ["torch's", "own"], size=2),
+)
 def test_model_and_optimizer_together(
     steps: int, way: str, update: str, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +177,7 @@ print("loaded")
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_process_without_foreprop_loads_everything(tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -230,8 +233,13 @@ def _code(converted: Any) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("way", CONVERSIONS)
+@pytest.mark.parametrize(
+    ("way", "mode"),
+    few(
+        ["script", "trace", "export", "strict export", *long_cases("trace_module")],
+        ["train", "eval"],
+    ),
+)
 def test_conversions_are_those_of_plain_pytorch(way: str, mode: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from foreprop.auto import planning
+from foreprop.auto.linkprobe import exchange_reports
 from foreprop.auto.planning import MEASURED_STEPS, Outlook, Plan, plan_session
 from foreprop.config import Config
 from foreprop.model.planner import PlanSetting
@@ -28,13 +29,17 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
+from tests.tiers import long_cases
 
-pytestmark = servers_only  # each test names the architecture that it needs
+pytestmark = [
+    servers_only,  # each test names the architecture that it needs
+    pytest.mark.usefixtures("told_links"),
+]
 
 AUTOMATIC: list[dict[str, Any]] = [
+    {"architecture": "auto", "slice_elems": "auto"},
     {"architecture": "auto"},
     {"architecture": "p2p", "slice_elems": "auto"},
-    {"architecture": "auto", "slice_elems": "auto"},
 ]
 
 
@@ -52,7 +57,7 @@ def use_plan(monkeypatch: pytest.MonkeyPatch, **decided: Any) -> list[PlanSettin
     return asked
 
 
-@pytest.mark.parametrize("settings", AUTOMATIC)
+@pytest.mark.parametrize("settings", [AUTOMATIC[0], *long_cases(*AUTOMATIC[1:])])
 def test_the_plan_is_told_and_what_it_predicted_beside_what_came(
     settings: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +184,7 @@ def load_slowly(
 
 def test_what_is_measured_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = use_plan(monkeypatch)
+    monkeypatch.setattr(planning, "exchange_reports", exchange_reports)  # with links as they are
     batches = batches_of(2, count=MEASURED_STEPS)
     run_foreprop(with_sgd(Slow), load_slowly, batches, architecture="auto")
     (setting,) = asked

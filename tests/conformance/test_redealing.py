@@ -190,7 +190,7 @@ def usual(**options: Any) -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("victim", [1, *long_cases(0, 2)])
-@pytest.mark.parametrize("layer", [2, None])
+@pytest.mark.parametrize("layer", [2, *long_cases(None)])
 def test_the_rest_of_an_epoch_is_dealt_anew(
     victim: int, layer: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,7 +254,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Sequence[Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["batches of one's own", *long_cases("one by one"), "workers", "workers that stay"]
+    "kind", ["batches of one's own", *long_cases("one by one", "workers", "workers that stay")]
 )
 def test_every_kind_of_order(kind: str) -> None:
     make, order, about = KINDS[kind]

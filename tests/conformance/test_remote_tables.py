@@ -26,6 +26,7 @@ from foreprop.tables.remote import RemoteTable
 from foreprop.tables.table import make_rows
 from tests.cluster import run_cluster, worlds
 from tests.conformance import scaler_runs
+from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
     Build,
@@ -41,7 +42,6 @@ from tests.conformance.parity import (
 from tests.conformance.sparse_models import (
     CLASSES,
     ROWS,
-    SERVED,
     Bags,
     Pairs,
     Words,
@@ -125,14 +125,19 @@ def compare(
 @pytest.mark.parametrize(
     ("make", "cls"),
     [
-        (Words, torch.optim.SGD),
-        (Words, torch.optim.Adagrad),
-        (Pairs, torch.optim.SparseAdam),
-        (Bags, torch.optim.Adagrad),
-        (BagsOf, torch.optim.SGD),
         (lambda: BagsOf("sum"), torch.optim.SGD),
-        (lambda: Words(padding_idx=3), torch.optim.Adagrad),
         (lambda: Words(padding_idx=-1), torch.optim.Adagrad),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                (Words, torch.optim.SGD),
+                (Words, torch.optim.Adagrad),
+                (Pairs, torch.optim.SparseAdam),
+                (Bags, torch.optim.Adagrad),
+                (BagsOf, torch.optim.SGD),
+                (lambda: Words(padding_idx=3), torch.optim.Adagrad),
+            ]
+        ),
     ],
 )
 def test_it_trains_as_one_in_memory(
@@ -159,13 +164,12 @@ def test_it_trains_on_when_ranks_have_told_their_pace() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"clip_grad_norm": 0.1},
-        {"clip_grad_value": 0.01},
-        {"wire_dtype": "bfloat16"},
-        {"reduction": "sum", "sparse_reduction": "mean"},
-        {"preset": "kvstore"},
+        {"clip_grad_value": 0.01, "reduction": "sum", "sparse_reduction": "mean"},
+        {"wire_dtype": "bfloat16", "slice_elems": 7},
+        *long_cases({"clip_grad_norm": 0.1}, {"clip_grad_value": 0.01}, {"slice_elems": 7}),
+        *long_cases({"wire_dtype": "bfloat16"}, {"reduction": "sum", "sparse_reduction": "mean"}),
         {"preset": "tensorflow"},
-        {"slice_elems": 7},
+        *long_cases({"preset": "kvstore"}),
     ],
     ids=str,
 )
@@ -173,7 +177,7 @@ def test_with_every_setting(settings: dict[str, Any]) -> None:
     compare(Words, torch.optim.Adagrad, ranks(2), **settings)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *long_cases(torch.float64)])
 def test_other_types(dtype: torch.dtype) -> None:
     compare(lambda: Pairs().to(dtype), torch.optim.Adagrad, ranks(2))
 
@@ -242,10 +246,10 @@ def with_an_empty_batch(
 
 
 @pytest.mark.parametrize(
-    "loop", [accumulate, with_look_ups_between, with_an_empty_batch], ids=lambda loop: loop.__name__
+    ("count", "loop"),
+    few([2, *long_cases(1)], [accumulate, with_look_ups_between, with_an_empty_batch]),
 )
-@pytest.mark.parametrize("count", [1, 2])
-def test_loops(loop: Any, count: int) -> None:
+def test_loops(count: int, loop: Any) -> None:
     compare(Pairs, torch.optim.Adagrad, ranks(count), loop)
 
 
@@ -268,7 +272,7 @@ def test_a_frozen_table() -> None:
     compare(make, torch.optim.Adagrad, ranks(2))
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", ["p2p", *long_cases("hybrid")])
 def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(architecture: str) -> None:
     by_rank, bad = ranks(3), scaler_runs.BAD_STEP
     settings = {"architecture": architecture, "bad_rank": 1, "clip_grad_norm": 0.1}
@@ -282,7 +286,7 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(architecture: str) -> 
     check_same_bits(got[0][bad], got[0][bad - 1])
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", ["hybrid", *long_cases("p2p")])
 def test_moving_averages(architecture: str) -> None:
     def averages(make: Callable[[], nn.Module], **settings: Any) -> list[dict[str, Any]]:
         def work(world: World) -> dict[str, Any]:
@@ -353,16 +357,23 @@ def test_another_seed_or_name_makes_other_rows() -> None:
 
 # With several workers on a node, and relays between them and the servers.
 @pytest.mark.parametrize(
-    "settings", [{"clip_grad_norm": 0.1}, *long_cases({}, {"wire_dtype": "bfloat16"})]
+    ("count", "settings"),
+    [
+        (3, {"clip_grad_norm": 0.1}),
+        *(
+            pytest.param(5, settings, marks=pytest.mark.long)
+            for settings in ({"clip_grad_norm": 0.1}, {}, {"wire_dtype": "bfloat16"})
+        ),
+    ],
 )
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", ["hybrid", *long_cases("p2p")])
 def test_it_trains_as_one_in_memory_through_relays(
-    architecture: str, settings: dict[str, Any]
+    architecture: str, count: int, settings: dict[str, Any]
 ) -> None:
     compare(
         Pairs,
         torch.optim.SparseAdam,
-        ranks(5),
+        ranks(count),
         local_size=2,
         architecture=architecture,
         servers_per_node=2,
@@ -468,8 +479,10 @@ def test_rows_that_cannot_be_set() -> None:
 
 
 # Files.
-@pytest.mark.parametrize("architecture", SERVED)
-@pytest.mark.parametrize("cls", [torch.optim.Adagrad, torch.optim.SparseAdam])
+@pytest.mark.parametrize(
+    ("cls", "architecture"),
+    few([torch.optim.SparseAdam, *long_cases(torch.optim.Adagrad)], ["hybrid", *long_cases("p2p")]),
+)
 def test_files_go_on_where_they_were(
     cls: type[torch.optim.Optimizer], architecture: str, tmp_path: Path
 ) -> None:

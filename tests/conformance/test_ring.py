@@ -36,6 +36,7 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
+from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -85,7 +86,7 @@ def test_any_optimizer_that_takes_each_parameter_by_itself(name: str) -> None:
     assert ones.optimizer["state"].keys() == plain.optimizer["state"].keys()
 
 
-@pytest.mark.parametrize("chunk_elems", [1, 7, 1000])
+@pytest.mark.parametrize("chunk_elems", [7, 1000, *long_cases(1)])
 def test_two_ranks_have_the_bits_of_a_server_whatever_the_chunks(chunk_elems: int) -> None:
     by_rank = batches_of(2, count=6)
     build = with_sgd(weight_decay=0.01)
@@ -97,7 +98,7 @@ def test_two_ranks_have_the_bits_of_a_server_whatever_the_chunks(chunk_elems: in
         check_same_bits(got.model, served[0].model)
 
 
-@pytest.mark.parametrize("chunks_in_flight", [1, 4])
+@pytest.mark.parametrize("chunks_in_flight", [4, *long_cases(1)])
 def test_four_ranks_have_the_same_bits_and_train_like_the_whole_batch(
     chunks_in_flight: int,
 ) -> None:

@@ -34,6 +34,7 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
+from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -131,11 +132,10 @@ def _model() -> nn.Module:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"chunk_elems": 7, "chunks_in_flight": 2},
-        {"clip_grad_norm": 0.05},
+        {"chunk_elems": 7, "chunks_in_flight": 2, "clip_grad_norm": 0.05},
         {"clip_grad_value": 0.01, "ema": 0.9},
-        {"wire_dtype": "bfloat16"},
+        *long_cases({}, {"chunk_elems": 7, "chunks_in_flight": 2}),
+        *long_cases({"clip_grad_norm": 0.05}, {"wire_dtype": "bfloat16"}),
     ],
     ids=lambda settings: "-".join(settings) or "default",
 )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from foreprop import PRESETS
+from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Trained,
     batches_of,
@@ -61,21 +62,17 @@ def _check(world_size: int, optimizer: str = "sgd", **settings: Any) -> None:
         check_same_optimizer_state(got.optimizer, wanted.optimizer)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("preset", "world_size"), few(PRESETS, [1, 2, 4]))
 def test_every_preset(preset: str, world_size: int) -> None:
     _check(world_size, preset=preset)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("slice_elems", SIZES)
+@pytest.mark.parametrize(("slice_elems", "world_size", "optimizer"), few(SIZES, [1, 2], OPTIMIZERS))
 def test_every_slice_size(slice_elems: int, world_size: int, optimizer: str) -> None:
     _check(world_size, optimizer, slice_elems=slice_elems)
 
 
-@pytest.mark.parametrize("servers_per_node", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "servers_per_node"), few([1, 2], [1, 2, 3]))
 def test_any_number_of_servers(world_size: int, servers_per_node: int) -> None:
     _check(world_size, servers_per_node=servers_per_node, slice_elems=3)
 
@@ -87,9 +84,10 @@ def test_any_number_of_nodes(workers_per_node: int) -> None:
     _check(4, slice_elems=7, **settings)
 
 
-@pytest.mark.parametrize("reply", ["broadcast", "notify", "pull"])
-@pytest.mark.parametrize("order", ["priority", "fifo"])
-@pytest.mark.parametrize("granularity", ["slice", "array"])
+@pytest.mark.parametrize(
+    ("granularity", "order", "reply"),
+    few(["slice", "array"], ["priority", "fifo"], ["broadcast", "notify", "pull"], size=2),
+)
 def test_each_knob_by_itself(granularity: str, order: str, reply: str) -> None:
     _check(2, granularity=granularity, order=order, reply=reply, placement="kvstore", slice_elems=5)
 
@@ -98,8 +96,7 @@ def test_kvstore_splits_a_big_array_over_all_servers() -> None:
     _check(2, preset="kvstore", big_array_elems=10, placement_seed=3)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "optimizer"), few([2, 4], OPTIMIZERS))
 def test_n_workers_equal_one_process_with_the_n_fold_batch(world_size: int, optimizer: str) -> None:
     by_rank = batches_of(world_size, count=3)
     plain = run_plain(_build(optimizer), train_classifier, merge(by_rank))

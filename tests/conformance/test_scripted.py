@@ -139,7 +139,9 @@ def _open(
 
 
 @pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    "reader", ["script", "function", "list", *long_cases("trace", "scripted part", "traced part")]
+)
 def test_a_world_of_one_has_the_bits_of_plain_pytorch(reader: str, update: str) -> None:
     batches = make_batches(4)
     _train(*build_seeded(_build(READERS[reader])), batches)  # its profiler has seen all: same bits
@@ -211,7 +213,13 @@ class _Leaving(nn.Module):
         return self.eager(x)
 
 
-@pytest.mark.parametrize("way", LEAVING)
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("jit.save", "freeze", "frozen before"),
+        *long_cases("save_to_buffer", "optimize_for_inference", "deepcopy", "script", "trace"),
+    ],
+)
 def test_what_is_saved_or_frozen_is_the_last_steps(way: str) -> None:
     batches = make_batches(3)
     plain, plain_optimizer = build_seeded(_build(_Leaving))

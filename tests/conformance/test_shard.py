@@ -22,6 +22,7 @@ import foreprop
 from foreprop.errors import ConfigError
 from tests.cluster import worlds
 from tests.conformance.parity import build_seeded, make_batches, train_classifier, with_sgd
+from tests.tiers import long_cases
 
 
 def _numbers(size: int) -> TensorDataset:
@@ -165,7 +166,7 @@ def test_what_is_no_loader_is_refused_with_advice_that_works(wrong: Any) -> None
         foreprop.shard(wrong, world=world)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, *long_cases(True)])
 def test_forked_workers_beside_an_open_session(persistent: bool) -> None:
     """They end, keep nothing open, and disturb no training."""
     before = len(os.listdir("/proc/self/fd"))

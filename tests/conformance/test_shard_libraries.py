@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import foreprop
 from foreprop.errors import ConfigError
 from tests.cluster import worlds
+from tests.conformance.matrices import few
 from tests.conformance.shares import epoch_of, flat, numbers, sharded, torchs_share
 
 FILES, EACH = 4, 6
@@ -48,11 +49,10 @@ def pipeline(urls: list[str], **options: Any) -> Any:
     return data.decode().map(number_of).shuffle(10).batched(3, collation_fn=list)
 
 
-@WORKERS
 @IGNORED
-@pytest.mark.parametrize("way", ["loader", "web loader", "bare"])
+@pytest.mark.parametrize(("way", "workers"), few(["loader", "web loader", "bare"], [0, 2]))
 def test_webdataset_divides_its_files(
-    urls: list[str], workers: int, way: str, monkeypatch: pytest.MonkeyPatch
+    urls: list[str], way: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     webdataset = pytest.importorskip("webdataset")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -19,7 +19,9 @@ from torch.utils.data import (
 import foreprop
 from foreprop.errors import ConfigError
 from tests.cluster import worlds
+from tests.conformance.matrices import few
 from tests.conformance.shares import epoch_of, flat, numbers, sharded
+from tests.tiers import long_cases
 
 SIZE = 23
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
@@ -148,9 +150,10 @@ def test_one_that_reads_past_its_sampler_is_refused_with_advice_that_works() -> 
     assert epoch_of(share) == [[2, 3], [6, 7]]
 
 
-@WORKERS
-@pytest.mark.parametrize("way", ["sampler", "batch_sampler", "subclass"])
-def test_a_loader_with_a_distributed_sampler_is_taken_as_it_is(workers: int, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "workers"), few(["sampler", "batch_sampler", "subclass"], [0, *long_cases(2)])
+)
+def test_a_loader_with_a_distributed_sampler_is_taken_as_it_is(way: str, workers: int) -> None:
     class Weighted(DistributedSampler[Any]):
         pass
 

@@ -25,6 +25,7 @@ from torch.utils.data import (
 import foreprop
 from foreprop.errors import ConfigError
 from tests.cluster import worlds
+from tests.conformance.matrices import few
 from tests.conformance.shares import (
     epoch_of,
     flat,
@@ -37,15 +38,13 @@ from tests.conformance.shares import (
 from tests.tiers import long_cases
 
 RANKS = pytest.mark.parametrize("ranks", [3, *long_cases(2, 4)])
-WORKERS = pytest.mark.parametrize("workers", [0, 2])
 SIZE = 23
 
 
 @RANKS
-@WORKERS
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("shuffle", "workers"), few([False, True], [0, 2]))
 def test_plain_loaders_give_what_distributed_sampler_gives(
-    ranks: int, workers: int, shuffle: bool
+    ranks: int, shuffle: bool, workers: int
 ) -> None:
     data = numbers(SIZE)
     options: dict[str, Any] = {"batch_size": 4, "num_workers": workers}
@@ -134,7 +133,7 @@ def possible(kind: str, order: list[int]) -> bool:
 
 
 @RANKS
-@WORKERS
+@pytest.mark.parametrize("workers", [0, *long_cases(2)])
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_samplers_of_every_kind(ranks: int, workers: int, kind: str) -> None:
     loaders = sharded(
@@ -162,7 +161,7 @@ def test_samplers_of_every_kind(ranks: int, workers: int, kind: str) -> None:
 
 
 @RANKS
-@WORKERS
+@pytest.mark.parametrize("workers", [0, *long_cases(2)])
 def test_batches_of_ones_own_drawn_at_random(ranks: int, workers: int) -> None:
     loaders = sharded(
         lambda: DataLoader(numbers(SIZE), batch_sampler=Longest(), num_workers=workers), ranks
@@ -196,9 +195,8 @@ def test_a_generator_of_ones_own_decides(ranks: int, own: Any) -> None:
 
 
 @RANKS
-@WORKERS
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_without_batches(ranks: int, workers: int, shuffle: bool) -> None:
+@pytest.mark.parametrize(("shuffle", "workers"), few([False, True], [0, 2]))
+def test_without_batches(ranks: int, shuffle: bool, workers: int) -> None:
     data = numbers(SIZE)
     loaders = sharded(
         lambda: DataLoader(data, batch_size=None, shuffle=shuffle, num_workers=workers), ranks

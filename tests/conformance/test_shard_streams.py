@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 import foreprop
 from foreprop.data.shares import SharedStream
 from tests.cluster import worlds
+from tests.conformance.matrices import few
 from tests.conformance.shares import epoch_of, flat, in_batches, sharded, torchs_share
 from tests.tiers import long_cases
 
@@ -118,9 +119,8 @@ def test_for_every_size(size: int, ranks: int, batch: int, drop_last: bool) -> N
 
 
 @RANKS
-@pytest.mark.parametrize("way", ["iter", "init"])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_one_that_divides_itself_among_workers(ranks: int, way: str, persistent: bool) -> None:
+@pytest.mark.parametrize(("persistent", "way"), few([False, True], ["iter", "init"]))
+def test_one_that_divides_itself_among_workers(ranks: int, persistent: bool, way: str) -> None:
     def loader() -> DataLoader[int]:
         data = DividedByWorker() if way == "iter" else Stream()
         init = None if way == "iter" else divide_by_worker
@@ -139,9 +139,8 @@ def test_one_that_divides_itself_among_workers(ranks: int, way: str, persistent:
         del share
 
 
-@WORKERS
-@pytest.mark.parametrize("kind", [Stream, DividedByWorker])
-def test_one_that_shuffles_does_so_alike_on_all_ranks(workers: int, kind: Any) -> None:
+@pytest.mark.parametrize(("kind", "workers"), few([Stream, DividedByWorker], [0, 2]))
+def test_one_that_shuffles_does_so_alike_on_all_ranks(kind: Any, workers: int) -> None:
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": bool(workers)}
 
     def loader() -> DataLoader[int]:

@@ -21,6 +21,7 @@ from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.tables.exchange import RowExchange
 from foreprop.tables.rowparameter import RowParameter
 from tests.cluster import run_cluster, worlds
+from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
     build_seeded,
@@ -52,29 +53,38 @@ pytestmark = servers_only  # each test names the architecture that it needs
 
 
 # The same training.
-@pytest.mark.parametrize("architecture", SERVED)
-@pytest.mark.parametrize("cls", [torch.optim.Adagrad, torch.optim.SparseAdam])
-@pytest.mark.parametrize("make", [Words, Bags, Pairs])
-def test_a_world_of_one_has_the_same_bits(
-    make: Callable[[], nn.Module], cls: type[torch.optim.Optimizer], architecture: str
-) -> None:
-    if cls is torch.optim.SparseAdam and make is Words:
-        pytest.skip("SparseAdam takes no dense gradients")
-    check_world_of_one(
-        with_optimizer(make, cls), train_classifier, words_of(0), architecture=architecture
-    )
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    few(
+        [
+            (Words, torch.optim.Adagrad),
+            (Pairs, torch.optim.SparseAdam),  # which takes no dense gradients
+            (Bags, torch.optim.SparseAdam),
+            *long_cases((Bags, torch.optim.Adagrad), (Pairs, torch.optim.Adagrad)),
+        ],
+        SERVED,
+    ),
+)
+def test_a_world_of_one_has_the_same_bits(kind: Any, architecture: str) -> None:
+    batches = words_of(0)
+    check_world_of_one(with_optimizer(*kind), train_classifier, batches, architecture=architecture)
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", ["p2p", *long_cases("hybrid")])
 def test_sgd_has_the_same_bits_where_no_row_comes_twice(architecture: str) -> None:
     """Where one does, torch's SGD adds its gradients to the row one by one, we their sum."""
     batches = words_of(0, once=True)
     check_world_of_one(with_optimizer(Words), train_classifier, batches, architecture=architecture)
 
 
-@pytest.mark.parametrize("architecture", [*SERVED, "ring"])
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
-@pytest.mark.parametrize("make", [Words, *long_cases(Bags, Pairs)])
+@pytest.mark.parametrize(
+    ("make", "cls", "architecture"),
+    few(
+        [Words, *long_cases(Bags, Pairs)],
+        [torch.optim.SGD, torch.optim.Adagrad],
+        [*SERVED, "ring"],
+    ),
+)
 def test_three_ranks_train_as_one_process_with_all_the_data(
     make: Callable[[], nn.Module], cls: type[torch.optim.Optimizer], architecture: str
 ) -> None:
@@ -94,13 +104,15 @@ def test_several_servers_and_parts_have_the_same_bits() -> None:
             check_same_bits(trained.model, wanted.model)
 
 
-@pytest.mark.parametrize("preset", ["slicing", "kvstore", "wfbp", "tensorflow"])
+@pytest.mark.parametrize("preset", ["kvstore", "tensorflow", *long_cases("slicing", "wfbp")])
 def test_every_preset(preset: str) -> None:
     build = with_optimizer(Words, torch.optim.Adagrad)
     check_world_of_two(build, train_classifier, ranks(2), preset=preset)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])  # torch has no sparse float16
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *long_cases(torch.float64)]
+)  # torch has no sparse float16
 def test_other_types(dtype: torch.dtype) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Pairs().to(dtype)
@@ -116,7 +128,7 @@ def test_the_padding_row_stays() -> None:
     check_world_of_two(build, train_classifier, ranks(2))
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", ["hybrid", *long_cases("p2p")])
 def test_a_rank_without_look_ups(architecture: str) -> None:
     """Its gradient counts as zeros, in a step that the other ranks make with theirs."""
 
@@ -212,26 +224,28 @@ def _saved(model: nn.Module) -> torch.Tensor:
     return loaded.table.weight.detach()
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda model: model.state_dict()["table.weight"],
-        lambda model: model.table.weight[7].detach(),
-        lambda model: model.table.weight.data,
-        lambda model: copy.deepcopy(model).table.weight.detach(),
-        lambda model: model.table.weight.detach().sum(),
-        lambda model: F.linear(torch.ones(2, 6), model.table.weight).detach(),
-        lambda model: model.table(torch.tensor([3, 3, 39])).detach(),
-        lambda model: F.embedding(torch.tensor([[5]]), model.table.weight).detach(),
-        lambda model: F.embedding_bag(torch.tensor([[5, 6]]), model.table.weight).detach(),
-        lambda model: torch.embedding(model.table.weight, torch.tensor([5, 6])).detach(),
-        _saved,
-    ],
-    ids=["state_dict", "index", "data", "copy", "sum", "linear", "module", "F.embedding", "bag",
-         "torch.embedding", "save"],
-)  # fmt: skip
-def test_no_use_sees_a_stale_row(use: Callable[[nn.Module], torch.Tensor]) -> None:
-    _use_and_compare(use)
+USES: dict[str, Callable[[Any], torch.Tensor]] = {
+    "state_dict": lambda model: model.state_dict()["table.weight"],
+    "index": lambda model: model.table.weight[7].detach(),
+    "data": lambda model: model.table.weight.data,
+    "copy": lambda model: copy.deepcopy(model).table.weight.detach(),
+    "linear": lambda model: F.linear(torch.ones(2, 6), model.table.weight).detach(),
+    "module": lambda model: model.table(torch.tensor([3, 3, 39])).detach(),
+    "save": _saved,
+}
+ALIKE: dict[str, Callable[[Any], torch.Tensor]] = {
+    "sum": lambda model: model.table.weight.detach().sum(),
+    "F.embedding": lambda model: F.embedding(torch.tensor([[5]]), model.table.weight).detach(),
+    "bag": lambda model: F.embedding_bag(torch.tensor([[5, 6]]), model.table.weight).detach(),
+    "torch.embedding": lambda model: torch.embedding(
+        model.table.weight, torch.tensor([5, 6])
+    ).detach(),
+}
+
+
+@pytest.mark.parametrize("use", [*USES, *long_cases(*ALIKE)])
+def test_no_use_sees_a_stale_row(use: str) -> None:
+    _use_and_compare({**USES, **ALIKE}[use])
 
 
 def test_rows_out_of_range_are_torch_s_error() -> None:
@@ -309,8 +323,9 @@ def test_changed_by_hand_on_one_rank_is_an_error() -> None:
         run_cluster(2, work)
 
 
-@pytest.mark.parametrize("architecture", SERVED)
-@pytest.mark.parametrize("cls", [torch.optim.Adagrad, torch.optim.SparseAdam])
+@pytest.mark.parametrize(
+    ("cls", "architecture"), few([torch.optim.Adagrad, torch.optim.SparseAdam], SERVED)
+)
 def test_a_checkpoint_goes_on_where_it_was(
     cls: type[torch.optim.Optimizer], architecture: str
 ) -> None:
@@ -404,7 +419,7 @@ def test_two_optimizers_for_one_model() -> None:
 
 
 # Prefetching.
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, *long_cases(1)])
 def test_shard_prefetches_the_next_batch_s_rows(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -534,10 +549,11 @@ def test_a_sparse_gradient_of_which_no_module_told() -> None:
 # Chosen by measurement.
 
 
+@pytest.mark.usefixtures("told_links")
 @pytest.mark.parametrize(
     "sparse", [(False, True), *long_cases((True, True), (True, False), (False, False))]
 )
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("cls", [torch.optim.Adagrad, *long_cases(torch.optim.SGD)])
 def test_auto_chooses_by_the_share_of_touched_rows(
     cls: type[torch.optim.Optimizer], sparse: tuple[bool, bool], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -584,6 +600,7 @@ def test_auto_alone_is_as_ever() -> None:
     check_world_of_one(build, train_classifier, words_of(0), architecture="auto")
 
 
+@pytest.mark.usefixtures("told_links")
 def test_auto_leaves_alone_what_an_optimizer_moves_without_gradients() -> None:
     build = with_optimizer(lambda: Words(sparse=False), torch.optim.Adam, lr=0.01)
     check_world_of_two(build, train_classifier, ranks(2), architecture="auto")
@@ -604,9 +621,10 @@ def test_sparse_parameters_by_name() -> None:
 
 
 # After the sum.
-@pytest.mark.parametrize("architecture", SERVED)
-@pytest.mark.parametrize("settings", [{"reduction": "sum"}, {"clip_grad_value": 0.002}], ids=str)
-def test_the_sum_and_the_clipping_of_elements(settings: dict[str, Any], architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "settings"), few(SERVED, [{"reduction": "sum"}, {"clip_grad_value": 0.002}])
+)
+def test_the_sum_and_the_clipping_of_elements(architecture: str, settings: dict[str, Any]) -> None:
     def loop(model: Any, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> None:
         for words, labels in batches:
             optimizer.zero_grad()

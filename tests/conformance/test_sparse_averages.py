@@ -17,6 +17,7 @@ from tests.cluster import run_cluster, worlds
 from tests.conformance import scaler_runs
 from tests.conformance.aggregation_runs import check_each_step, train
 from tests.conformance.average_runs import DECAY, alone, together
+from tests.conformance.matrices import few
 from tests.conformance.parity import (
     build_seeded,
     check_close,
@@ -35,13 +36,14 @@ from tests.conformance.sparse_models import (
     with_optimizer,
     words_of,
 )
+from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
 
-@pytest.mark.parametrize("architecture", SERVED)
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("make", [Words, Bags, Pairs])
+@pytest.mark.parametrize(
+    ("make", "count", "architecture"), few([Words, Bags, Pairs], [1, 3], SERVED)
+)
 def test_averages_are_those_of_one_process(
     make: Callable[[], nn.Module], count: int, architecture: str
 ) -> None:
@@ -54,7 +56,7 @@ def test_averages_are_those_of_one_process(
         check_each_step(train(model, optimizer, merge(by_rank)), wanted)
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", ["p2p", *long_cases("hybrid")])
 def test_with_clipping_by_norm(architecture: str) -> None:
     by_rank = ranks(2)
 
@@ -95,7 +97,7 @@ def test_partitions_and_reading_leave_the_bits() -> None:
         check_same_bits(got, wanted[-1])
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", ["hybrid", *long_cases("p2p")])
 def test_they_move_in_skipped_steps_and_of_rows_that_nobody_touches(architecture: str) -> None:
     model, optimizer = build_seeded(with_optimizer(Words))
     scaler, seen = scaler_runs.make_scaler(), []
@@ -112,7 +114,7 @@ def test_they_move_in_skipped_steps_and_of_rows_that_nobody_touches(architecture
         assert torch.allclose(average, (before[name] + values[name]) / 2)
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", ["p2p", *long_cases("hybrid")])
 def test_a_table_that_is_changed_by_hand(architecture: str) -> None:
     """Until then the old values count, also of rows that were not touched for a while."""
 
@@ -141,8 +143,7 @@ def test_a_table_that_is_changed_by_hand(architecture: str) -> None:
         check_close(session.ema_state_dict(), average.state_dict())
 
 
-@pytest.mark.parametrize("architecture", SERVED)
-@pytest.mark.parametrize("loaded_at", ["start", "later"])
+@pytest.mark.parametrize(("loaded_at", "architecture"), few(["start", "later"], SERVED))
 def test_a_resumed_run_goes_on_where_it_was(loaded_at: str, architecture: str) -> None:
     build = with_optimizer(Words, torch.optim.Adagrad)
     by_rank = [words_of(seed, 6) for seed in range(2)]
@@ -185,7 +186,7 @@ def test_of_halves_they_are_in_float32() -> None:
     assert not torch.equal(averages, averages.bfloat16().float())
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", ["hybrid", *long_cases("p2p")])
 def test_before_the_first_step_they_are_the_parameters(architecture: str) -> None:
     def work(world: World) -> dict[str, Any]:
         model, optimizer = build_seeded(with_optimizer(Words), seed=world.rank)
@@ -198,6 +199,7 @@ def test_before_the_first_step_they_are_the_parameters(architecture: str) -> Non
         check_same_bits(got, wanted)
 
 
+@pytest.mark.usefixtures("told_links")
 def test_auto_keeps_them_when_it_chooses() -> None:
     def make() -> nn.Module:
         model = Two(sparse=(False, True))

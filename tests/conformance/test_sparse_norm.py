@@ -28,6 +28,7 @@ from tests.conformance.aggregation_runs import (
     together,
     wait_for,
 )
+from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
     build_seeded,
@@ -50,6 +51,7 @@ from tests.conformance.sparse_models import (
     with_optimizer,
     words_of,
 )
+from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -62,10 +64,10 @@ def clipped_alone(make: Make, cls: Any, by_rank: Sequence[Sequence[Batch]]) -> V
     return alone(with_optimizer(lambda: make(sparse=False), cls), by_rank, scaled_to(LIMIT))
 
 
-@pytest.mark.parametrize("architecture", SERVED)
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
-@pytest.mark.parametrize("make", [Words, Bags, Pairs])
+@pytest.mark.parametrize(
+    ("make", "cls", "count", "architecture"),
+    few([Words, Bags, Pairs], [torch.optim.SGD, torch.optim.Adagrad], [1, 3], SERVED),
+)
 def test_clip_by_norm(make: Make, cls: Any, count: int, architecture: str) -> None:
     by_rank = ranks(count)
     wanted = clipped_alone(make, cls, by_rank)
@@ -77,7 +79,7 @@ def test_clip_by_norm(make: Make, cls: Any, count: int, architecture: str) -> No
     check_each_step(got, wanted)
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", ["hybrid", *long_cases("p2p")])
 def test_without_waiting_after_each_step(architecture: str) -> None:
     """Gradients, rows and replies overlap with computation, as in a real loop."""
     by_rank = [words_of(seed, 12) for seed in range(2)]
@@ -87,29 +89,38 @@ def test_without_waiting_after_each_step(architecture: str) -> None:
         check_each_step([got.model], wanted[-1:])
 
 
-def test_partitions_and_architectures_have_the_same_bits() -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"architecture": "hybrid", "chunk_elems": 10, "servers_per_node": 3, "slice_elems": 7},
+        *long_cases({"servers_per_node": 3, "slice_elems": 7}),
+        *long_cases({"servers_per_node": 2, "slice_elems": 10_000}),
+        *long_cases({"architecture": "hybrid", "chunk_elems": 1}),
+        *long_cases(
+            {"architecture": "hybrid", "chunk_elems": 10, "servers_per_node": 2, "slice_elems": 12}
+        ),
+    ],
+    ids=str,
+)
+def test_partitions_and_architectures_have_the_same_bits(settings: dict[str, Any]) -> None:
     by_rank = ranks(2)
     build = with_optimizer(Words, torch.optim.Adagrad)
     wanted = together(build, by_rank, clip_grad_norm=LIMIT)
-    for settings in (
-        {"servers_per_node": 3, "slice_elems": 7},
-        {"servers_per_node": 2, "slice_elems": 10_000},
-        {"architecture": "hybrid", "chunk_elems": 1},
-        {"architecture": "hybrid", "chunk_elems": 10, "servers_per_node": 2, "slice_elems": 12},
-    ):
-        got = together(build, by_rank, clip_grad_norm=LIMIT, **settings)
-        for ours, theirs in zip(got, wanted, strict=True):
-            check_same_bits(ours, theirs)
+    got = together(build, by_rank, clip_grad_norm=LIMIT, **settings)
+    for ours, theirs in zip(got, wanted, strict=True):
+        check_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("preset", ["slicing", "kvstore", "wfbp", "tensorflow"])
+@pytest.mark.parametrize("preset", ["kvstore", "tensorflow", *long_cases("slicing", "wfbp")])
 def test_every_preset(preset: str) -> None:
     by_rank = ranks(2)
     got = together(with_optimizer(Words), by_rank, clip_grad_norm=LIMIT, preset=preset)
     check_each_step(got, clipped_alone(Words, torch.optim.SGD, by_rank))
 
 
-@pytest.mark.parametrize("settings", [{}, {"architecture": "hybrid"}, {"servers_per_node": 2}])
+@pytest.mark.parametrize(
+    "settings", [{"servers_per_node": 2}, *long_cases({}, {"architecture": "hybrid"})]
+)
 def test_the_norm_is_of_all_parameters_and_the_same_on_all_ranks(settings: dict[str, Any]) -> None:
     by_rank = ranks(3)
     wanted: list[float] = []
@@ -132,7 +143,7 @@ def test_the_norm_is_of_all_parameters_and_the_same_on_all_ranks(settings: dict[
     assert first[1:] == pytest.approx(wanted, rel=1e-4)
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", ["hybrid", *long_cases("p2p")])
 def test_tables_that_nobody_looks_into_do_not_hold_up_the_norm(architecture: str) -> None:
     """In one step on one rank, in another on none; and one that is never used, or frozen."""
 
@@ -177,7 +188,7 @@ def test_tables_that_nobody_looks_into_do_not_hold_up_the_norm(architecture: str
     check_same_bits(others.model, ones.model)
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", ["hybrid", *long_cases("p2p")])
 def test_dense_parameters_without_elements(architecture: str) -> None:
     class Empty(Bags):
         def __init__(self, *, sparse: bool = True) -> None:
@@ -189,7 +200,7 @@ def test_dense_parameters_without_elements(architecture: str) -> None:
     check_each_step(together(with_optimizer(Empty), ranks(2), **settings), wanted)
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", ["p2p", *long_cases("hybrid")])
 def test_half_precision(architecture: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Words().bfloat16()
@@ -199,9 +210,10 @@ def test_half_precision(architecture: str) -> None:
     assert values[-1]["table.weight"].isfinite().all()
 
 
-@pytest.mark.parametrize("architecture", SERVED)
-@pytest.mark.parametrize("make", [Words, Pairs])  # there is nothing else to wait for in Pairs
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("count", "make", "architecture"),
+    few([1, 2], [Words, Pairs], SERVED),  # there is nothing else to wait for in Pairs
+)
 def test_the_optimizer_s_state_is_that_after_the_last_step(
     count: int, make: Make, architecture: str
 ) -> None:
@@ -320,19 +332,22 @@ def test_rows_that_wait_for_a_collective_say_so() -> None:
 
 
 # A GradScaler.
-@pytest.mark.parametrize("architecture", SERVED)
-@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
-    ("make", "cls"),
-    [
-        (Words, torch.optim.SGD),
-        (Words, torch.optim.Adagrad),
-        (Pairs, torch.optim.SparseAdam),
-    ],
+    ("kind", "count", "architecture"),
+    few(
+        [
+            (Words, torch.optim.Adagrad),
+            (Pairs, torch.optim.SparseAdam),
+            *long_cases((Words, torch.optim.SGD)),
+        ],
+        [3, 1],
+        SERVED,
+    ),
 )
 def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(
-    make: Make, cls: Any, count: int, architecture: str
+    kind: Any, count: int, architecture: str
 ) -> None:
+    make, cls = kind
     build, by_rank = with_optimizer(make, cls), ranks(count)
     values, scales, states = scaler_runs.alone(build, by_rank, bad_step=BAD_STEP)
     got = scaler_runs.together(
@@ -346,7 +361,7 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(
             assert ours[0]["step"] == theirs[0]["step"]
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", ["hybrid", *long_cases("p2p")])
 def test_with_clipping_by_norm(architecture: str) -> None:
     by_rank = ranks(2)
     dense = with_optimizer(lambda: Words(sparse=False))
@@ -358,6 +373,7 @@ def test_with_clipping_by_norm(architecture: str) -> None:
 
 
 # Chosen by measurement.
+@pytest.mark.usefixtures("told_links")
 def test_auto_clips_before_and_after_its_choice() -> None:
     by_rank = [words_of(seed, 8) for seed in range(2)]
 
@@ -370,6 +386,7 @@ def test_auto_clips_before_and_after_its_choice() -> None:
     check_each_step(got, clipped_alone(make, torch.optim.SGD, by_rank))
 
 
+@pytest.mark.usefixtures("told_links")
 @pytest.mark.parametrize("bad_step", [2, 3])  # it chooses after the third
 def test_auto_tells_the_scaler_of_the_step_after_which_it_chose(bad_step: int) -> None:
     by_rank = [words_of(seed, 6) for seed in range(2)]

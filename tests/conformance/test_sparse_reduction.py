@@ -18,6 +18,7 @@ from foreprop.errors import ConfigError
 from tests.cluster import worlds
 from tests.conformance import scaler_runs
 from tests.conformance.aggregation_runs import Edit, Values, alone, check_each_step, together
+from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
     build_seeded,
@@ -54,12 +55,15 @@ def dense(make: Callable[..., nn.Module], cls: Any = torch.optim.SGD) -> Any:
     return with_optimizer(lambda: make(sparse=False), cls, lr=0.1)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("reduction", "sparse_reduction"), CHOICES)
-@pytest.mark.parametrize("make", [Words, *long_cases(Bags, Pairs)])
+@pytest.mark.usefixtures("told_links")
+@pytest.mark.parametrize(
+    ("make", "choice", "architecture"),
+    few([Words, *long_cases(Bags, Pairs)], CHOICES, ARCHITECTURES),
+)
 def test_each_kind_by_itself(
-    make: Callable[..., nn.Module], reduction: str, sparse_reduction: str, architecture: str
+    make: Callable[..., nn.Module], choice: tuple[str, str], architecture: str
 ) -> None:
+    reduction, sparse_reduction = choice
     by_rank = ranks(RANKS)
     wanted = alone(dense(make), by_rank, multiplied(reduction, sparse_reduction))
     settings = {"reduction": reduction, "sparse_reduction": sparse_reduction}
@@ -71,11 +75,10 @@ def test_each_kind_by_itself(
             check_each_step(got, other)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("reduction", "sparse_reduction"), CHOICES[:2])
-def test_the_norm_is_of_what_comes_out(
-    reduction: str, sparse_reduction: str, architecture: str
-) -> None:
+@pytest.mark.usefixtures("told_links")
+@pytest.mark.parametrize(("choice", "architecture"), few(CHOICES[:2], ARCHITECTURES))
+def test_the_norm_is_of_what_comes_out(choice: tuple[str, str], architecture: str) -> None:
+    reduction, sparse_reduction = choice
     by_rank = ranks(RANKS)
     edit = multiplied(reduction, sparse_reduction, clip=LIMIT)
     wanted = alone(dense(Words), by_rank, edit)
@@ -92,7 +95,7 @@ def test_the_norm_is_of_what_comes_out(
         check_each_step(got, alone(dense(Words), by_rank, multiplied("mean", "mean", clip=LIMIT)))
 
 
-@pytest.mark.parametrize("architecture", ["p2p", "hybrid", "ring"])
+@pytest.mark.parametrize("architecture", ["hybrid", *long_cases("p2p", "ring")])
 def test_with_a_scaler(architecture: str) -> None:
     """A step that one rank's loss spoils is skipped; the others are as without a scaler."""
     by_rank = ranks(RANKS)
@@ -109,7 +112,7 @@ def test_with_a_scaler(architecture: str) -> None:
     check_each_step([v for step, v in enumerate(got) if step != BAD_STEP], wanted)
 
 
-@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("sparse", [False, *long_cases(True)])
 def test_where_a_table_is_held_makes_no_difference(sparse: bool) -> None:
     """Sparse is what the model says."""
     by_rank = ranks(RANKS)
@@ -129,7 +132,10 @@ def test_where_a_table_is_held_makes_no_difference(sparse: bool) -> None:
         check_each_step(train(**place), wanted)
 
 
-@pytest.mark.parametrize("sparse", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.usefixtures("told_links")
+@pytest.mark.parametrize(
+    "sparse", [(True, False), *long_cases((True, True), (False, True), (False, False))]
+)
 def test_what_auto_chooses_makes_no_difference(sparse: tuple[bool, bool]) -> None:
     by_rank = [words_of(seed, 8) for seed in range(2)]
 

@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop import PRESETS
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.errors import HandshakeError
 from foreprop.path.tensors import DTYPES
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import MODELS, Values, data_of, together, values_of
+from tests.conformance.matrices import PROTOCOLS, few
 from tests.conformance.parity import (
     Batch,
     Build,
@@ -34,6 +34,7 @@ from tests.conformance.parity import (
 )
 from tests.conformance.scaler_runs import make_scaler
 from tests.conformance.sparse_models import Words, with_optimizer, words_of
+from tests.tiers import long_cases
 
 HALVES = ("bfloat16", "float16")
 RING = Config.resolve().architecture == "ring"
@@ -78,9 +79,9 @@ def check_bits(got: Values, wanted: Values) -> None:
         check_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("ranks", [1, 2] if RING else [1, 2, 3])
-@pytest.mark.parametrize("wire_dtype", HALVES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "wire_dtype", "ranks"), few(MODELS, HALVES, [1, 2] if RING else [1, 2, 3])
+)
 def test_every_step_has_the_bits_of_the_casts(model: str, wire_dtype: str, ranks: int) -> None:
     build, by_rank = data_of(model, ranks)
     got = together(build, by_rank, wire_dtype=wire_dtype)
@@ -103,17 +104,15 @@ def test_another_layout_is_staged_and_cast() -> None:
 
 
 @servers_only
-@pytest.mark.parametrize("wire_dtype", HALVES)
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset(preset: str, wire_dtype: str) -> None:
+@pytest.mark.parametrize(("wire_dtype", "preset"), few(HALVES, PROTOCOLS))
+def test_every_preset(wire_dtype: str, preset: str) -> None:
     build, by_rank = data_of("lstm", 2)
     got = together(build, by_rank, wire_dtype=wire_dtype, preset=preset, servers_per_node=2)
     check_bits(got, emulate(build, by_rank, wire_dtype))
 
 
 @servers_only
-@pytest.mark.parametrize("slice_elems", [1, 7, 1000])
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize(("servers", "slice_elems"), few([1, 3], [7, 1000, *long_cases(1)]))
 def test_every_slice_size_and_number_of_servers(servers: int, slice_elems: int) -> None:
     build, by_rank = data_of("mlp", 2)
     settings: dict[str, Any] = {"servers_per_node": servers, "slice_elems": slice_elems}
@@ -121,7 +120,7 @@ def test_every_slice_size_and_number_of_servers(servers: int, slice_elems: int) 
     check_bits(got, emulate(build, by_rank, "bfloat16"))
 
 
-@pytest.mark.parametrize("chunk_elems", [1, 7, 1000])
+@pytest.mark.parametrize("chunk_elems", [7, *long_cases(1, 1000)])
 def test_every_chunk_size_of_a_ring(chunk_elems: int) -> None:
     build, by_rank = data_of("mlp", 3)
     settings: dict[str, Any] = {"architecture": "ring", "wire_dtype": "bfloat16"}
@@ -139,8 +138,10 @@ def check_near(got: Values, wanted: Values, rounding: float, *, factor: float = 
     assert 0.01 < apart < factor
 
 
-@pytest.mark.parametrize("wire_dtype", HALVES)
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize(
+    ("optimizer", "wire_dtype"),
+    few([torch.optim.Adam, *long_cases(torch.optim.SGD)], ["float16", *long_cases("bfloat16")]),
+)
 def test_training_stays_close_to_that_in_float32(optimizer: Any, wire_dtype: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = MODELS["mlp"][0]()
@@ -151,7 +152,7 @@ def test_training_stays_close_to_that_in_float32(optimizer: Any, wire_dtype: str
     check_near(together(build, by_rank, wire_dtype=wire_dtype), wanted, ROUNDING[wire_dtype])
 
 
-@pytest.mark.parametrize("wire_dtype", HALVES)
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", *long_cases("float16")])
 def test_half_the_bytes(wire_dtype: str) -> None:
     steps, by_rank = 4, batches_of(2)
     model_bytes = 4 * sum(p.numel() for p in build_seeded(with_sgd())[0].parameters())
@@ -215,7 +216,7 @@ def as_seen(value: float) -> torch.Tensor:
     return seen if RING else seen.bfloat16().float()
 
 
-@pytest.mark.parametrize("change", [look, look_at_data, clamp])
+@pytest.mark.parametrize("change", [look_at_data, clamp, *long_cases(look)])
 def test_updates_below_the_wires_precision_add_up(change: Callable[[torch.Tensor], object]) -> None:
     """In bfloat16 itself, 1 - 0.0001 is 1, how often so ever."""
     seen = run_ones(change, steps=100, lr=1e-4)
@@ -238,7 +239,7 @@ def test_a_change_by_hand_of_some_elements_counts_for_those() -> None:
 
 
 @servers_only
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", PROTOCOLS)
 def test_what_has_never_been_updated_is_seen_in_full(preset: str) -> None:
     class Partly(nn.Module):
         def __init__(self) -> None:
@@ -256,8 +257,9 @@ def test_what_has_never_been_updated_is_seen_in_full(preset: str) -> None:
         assert torch.equal(got.model["used.weight"], got.model["used.weight"].bfloat16().float())
 
 
-@pytest.mark.parametrize("wire_dtype", HALVES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "wire_dtype"), few([torch.float64, torch.bfloat16, torch.float16], HALVES)
+)
 def test_parameters_of_other_types_go_as_they_are(dtype: torch.dtype, wire_dtype: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(5, 3).to(dtype)
@@ -305,8 +307,10 @@ def masters_of(build: Build, by_rank: Sequence[Sequence[Batch]], **settings: Any
     return run_cluster(len(by_rank), work)
 
 
-@pytest.mark.parametrize("settings", [{}, {"slice_elems": 7, "servers_per_node": 2}])
-@pytest.mark.parametrize("wire_dtype", [None, *HALVES])
+@pytest.mark.parametrize(
+    ("wire_dtype", "settings"),
+    few([None, *HALVES], [{"slice_elems": 7, "servers_per_node": 2}, *long_cases({})]),
+)
 def test_the_parameters_can_be_had_in_full(wire_dtype: Any, settings: dict[str, Any]) -> None:
     settings = {} if RING else settings
     for master, seen in masters_of(with_sgd(), batches_of(2), wire_dtype=wire_dtype, **settings):
@@ -434,8 +438,9 @@ def test_it_is_said_at_the_start() -> None:
 
 # Rows.
 @servers_only
-@pytest.mark.parametrize("wire_dtype", HALVES)
-@pytest.mark.parametrize("settings", [{}, {"slice_elems": 12, "servers_per_node": 3}])
+@pytest.mark.parametrize(
+    ("settings", "wire_dtype"), few([{}, {"slice_elems": 12, "servers_per_node": 3}], HALVES)
+)
 def test_rows_have_the_bits_of_the_casts(settings: dict[str, Any], wire_dtype: str) -> None:
     build = with_optimizer(Words)
     by_rank = [words_of(seed, once=True) for seed in range(2)]
@@ -467,7 +472,7 @@ def test_rows_take_fewer_bytes(architecture: str) -> None:
 
 
 @servers_only
-@pytest.mark.parametrize("change", [look, look_at_data, clamp])
+@pytest.mark.parametrize("change", [look_at_data, clamp, *long_cases(look)])
 def test_updates_of_rows_add_up_too(change: Callable[[torch.Tensor], object]) -> None:
     class Table(nn.Module):
         def __init__(self) -> None:

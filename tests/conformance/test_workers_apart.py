@@ -112,7 +112,7 @@ def test_a_rank_that_is_held_up_holds_up_others_as_far_as_it_may(staleness: Any)
     def work(world: World) -> list[torch.Tensor]:
         def before(step: int) -> None:
             if world.rank == 1 and step == 1:
-                assert made.wait(20), "rank 0 waits for it"
+                assert made.wait(60), "rank 0 waits for it"
                 released.set()
             if world.rank == 0 and step == alone + 1:
                 made.set()
@@ -179,7 +179,7 @@ def delayed(strength: float | None) -> torch.Tensor:
             loss = model(x[world.rank]).pow(2).sum()
             if world.rank == 1:
                 computed.set()
-            assert (updated if world.rank else computed).wait(20)
+            assert (updated if world.rank else computed).wait(60)
             loss.backward()
             optimizer.step()
             if world.rank == 0:
@@ -229,7 +229,7 @@ def test_a_use_that_would_wait_is_one_step_late_and_never_more() -> None:
     def work(world: World) -> list[torch.Tensor]:
         def before(step: int) -> None:
             if world.rank == 1 and step == 2:
-                assert begun.wait(20), "rank 0 waits for it"
+                assert begun.wait(60), "rank 0 waits for it"
             if world.rank == 0 and step == 4:
                 stats.append(sessions[0].stats())
 
@@ -281,7 +281,7 @@ def test_a_gan_uses_what_is_late_in_the_generators_pass(set_to_none: bool) -> No
                 first.zero_grad(set_to_none)
                 loss = critic(world.rank)
                 if world.rank == 1 and step == 3:
-                    assert generated.wait(20), "rank 0 waits for it"
+                    assert generated.wait(60), "rank 0 waits for it"
                 loss.backward()
                 first.step()
                 second.zero_grad(set_to_none)
@@ -316,7 +316,7 @@ def test_a_frozen_parameter_is_never_late() -> None:
                 optimizer.zero_grad()
                 loss = model(world.rank)
                 if world.rank == 1 and step == 3:
-                    assert begun.wait(20), "rank 0 waits for it"
+                    assert begun.wait(60), "rank 0 waits for it"
                 loss.backward()
                 optimizer.step()
                 if step == 3:
@@ -343,7 +343,7 @@ def test_all_backward_passes_of_a_step_have_the_same_late_values() -> None:
                 optimizer.zero_grad()
                 losses = [model(x).pow(2).mean(), model(x + 1).pow(2).mean()]
                 if world.rank == 1 and step == 3:
-                    assert begun.wait(20), "rank 0 waits for it"
+                    assert begun.wait(60), "rank 0 waits for it"
                 if world.rank == 0 and step == 4:
                     begun.set()
                 for loss in losses:
@@ -369,7 +369,7 @@ def test_a_value_that_is_late_is_not_changed_by_hand() -> None:
         ) as session:
             for step in range(1, 4):
                 if world.rank == 1 and step == 2:
-                    assert changed.wait(20)
+                    assert changed.wait(60)
                 optimizer.zero_grad()
                 loss = model(world.rank)
                 if world.rank == 0 and step == 3:
@@ -474,6 +474,7 @@ def images(rank: int, count: int, size: int = 16) -> list[tuple[torch.Tensor, to
     return found
 
 
+@LONG
 def test_a_small_network_learns_as_far_when_workers_are_apart() -> None:
     """40 steps of three workers, of which one is slower: the loss of images that none has seen."""
     unseen = images(99, 1, size=200)[0]
@@ -602,7 +603,7 @@ def errors_of(loop: Callable[..., Any], *, ranks: int = 2, **settings: Any) -> l
         except ForepropError as error:
             return error
         finally:
-            ended.wait(20)
+            ended.wait(60)
         return None
 
     found = run_cluster(ranks, work)

@@ -12,19 +12,11 @@ from __future__ import annotations
 import argparse
 import ast
 import os
-import shutil
-import signal
 import sys
-import tempfile
 from collections.abc import Collection, Iterator
-from pathlib import Path
-from typing import NamedTuple
 
-import pytest
-import torch
+from tests.mutations import PACKAGE, ROOT, Mutation, Runner, try_all
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "src" / "foreprop"
 DEVICE_WAITS = frozenset("keep await_staged finish".split())
 OWN_WORDS = frozenset(["await_staged"])
 FILES = (
@@ -44,41 +36,20 @@ WAITS = frozenset(
 )
 """Calls that are removed; what they are called with is not."""
 TESTS = (
-    "lagging/test_device_path.py",
-    "unit/test_passes.py",
-    "unit/test_memory.py",
-    "lagging/test_ring_on_device.py",
-    "lagging/test_training.py",
+    "tests/lagging/test_device_path.py",
+    "tests/unit/test_passes.py",
+    "tests/unit/test_memory.py",
+    "tests/lagging/test_ring_on_device.py",
+    "tests/lagging/test_training.py",
 )
 """In the order in which they are likely to notice."""
-LIMIT_S = 600
-"""For all tests: a single one that does not end is ended by its own limit."""
-
-
-class Mutation(NamedTuple):
-    """Source between two places, and what comes there instead."""
-
-    file: str
-    line: int
-    what: str
-    start: int
-    stop: int
-    instead: str
 
 
 def find_mutations(file: str) -> list[Mutation]:
-    source = (PACKAGE / file).read_text()
+    source = (ROOT / PACKAGE / file).read_text()
     waits = WAITS if file in ABOUT_DEVICES else DEVICE_WAITS
-    lines = [0]
-    for line in source.splitlines(keepends=True):
-        lines.append(lines[-1] + len(line))
-    found = []
-    for node, instead in _removable(ast.parse(source), waits):
-        start = lines[node.lineno - 1] + node.col_offset
-        stop = lines[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
-        what = " ".join(source[start:stop].split())
-        found.append(Mutation(file, node.lineno, what, start, stop, instead))
-    return found
+    found = _removable(ast.parse(source), waits)
+    return [Mutation.of(file, source, node, instead) for node, instead in found]
 
 
 def _removable(tree: ast.AST, waits: Collection[str]) -> Iterator[tuple[ast.expr, str]]:
@@ -108,71 +79,18 @@ def _is_of_device(called: ast.Attribute, waits: Collection[str]) -> bool:
     return called.attr in waits and is_known and "_thread" not in ast.unparse(called)
 
 
-def first_failure(mutation: Mutation) -> str | None:
-    """The first test that fails; None if the mutation is not noticed."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "foreprop"
-        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        source = (PACKAGE / mutation.file).read_text()
-        changed = source[: mutation.start] + mutation.instead + source[mutation.stop :]
-        compile(changed, mutation.file, "exec")
-        (copy / mutation.file).write_text(changed)
-        return _run_tests(folder)
-
-
-def _run_tests(folder: str) -> str | None:
-    """In a child that has torch already, and imports the package that lies in ``folder``."""
-    report = Path(folder) / "report"
-    child = os.fork()
-    if not child:
-        with report.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            signal.alarm(LIMIT_S)
-            os._exit(_run_here(folder))
-    _, status = os.waitpid(child, 0)
-    if status == 0:
-        return None
-    told = report.read_text()
-    for line in told.splitlines():
-        if line.startswith(("FAILED ", "ERROR ")):
-            return line.split()[1].rpartition("::")[2]
-    return "(does not end)" if os.WIFSIGNALED(status) or "Timeout" in told else told[-300:]
-
-
-def _run_here(folder: str) -> int:
-    sys.path.insert(0, folder)
-    import foreprop
-
-    assert str(foreprop.__file__).startswith(folder)
-    tests = [str(ROOT / "tests" / name) for name in TESTS]
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0", "-m", "not long", "--timeout", "20"]
-    return int(pytest.main([*options, "-o", "leak_grace_s=0.1", *tests]))
-
-
-def all_mutations() -> list[Mutation]:
-    return [mutation for file in FILES for mutation in find_mutations(file)]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="only say what would be removed")
     parser.add_argument("--only", default="", help="of files whose name has this")
     asked = parser.parse_args()
     os.chdir(ROOT)
-    torch.set_num_threads(1)
-    assert "foreprop" not in sys.modules, "children import their own"
-    chosen = [m for m in all_mutations() if asked.only in m.file]
-    print("| where | removed | the first test that fails |\n| --- | --- | --- |")
-    survivors = 0
-    for mutation in chosen:
-        failed = "-" if asked.list else first_failure(mutation)
-        survivors += failed is None
-        what = mutation.what.replace("|", r"\|")
-        print(f"| `{mutation.file}` | `{what}` | {failed or '**none**'} |", flush=True)
-    if not asked.list:
-        print(f"\n{len(chosen) - survivors} of {len(chosen)} noticed")
-    return 1 if survivors else 0
+    chosen = [m for file in FILES if asked.only in file for m in find_mutations(file)]
+    if asked.list:
+        for mutation in chosen:
+            print(f"{mutation.file}:{mutation.line}: {mutation.what}")
+        return 0
+    return 1 if try_all(chosen, Runner(TESTS, "not long"), jobs=2) else 0
 
 
 if __name__ == "__main__":
