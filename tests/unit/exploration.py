@@ -16,9 +16,10 @@ def explore_states(world: SomeWorld, visit: Callable[[SomeWorld], Sequence[Any]]
     while waiting:
         here = waiting.pop()
         choices = visit(here)
-        saved = pickle.dumps(here) if choices else b""
-        for choice in choices:
-            there: SomeWorld = pickle.loads(saved)
+        saved = pickle.dumps(here) if len(choices) > 1 else b""
+        for number, choice in enumerate(choices, 1):
+            # the last one may happen to the world itself, which nobody needs any more
+            there: SomeWorld = pickle.loads(saved) if number < len(choices) else here
             there.happen(choice)
             state = there.state()
             if state not in known:

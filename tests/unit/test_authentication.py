@@ -218,15 +218,15 @@ def test_a_proof_cannot_be_sent_back() -> None:
     assert said[2] != said[3]
 
 
-@pytest.mark.parametrize("size", range(PROOF_BYTES))
-def test_a_part_of_a_proof_is_none(size: int) -> None:
-    near, far = connecting(), accepting()
-    proof = near.receive(far.receive(near.opening))
-    assert far.receive(proof[:size]) == b""
-    assert far.wanted == PROOF_BYTES - size
-    wrong = bytes(byte ^ 1 for byte in proof[size:])
-    with pytest.raises(HandshakeError):
-        far.receive(wrong)
+def test_a_part_of_a_proof_is_none() -> None:
+    for size in range(PROOF_BYTES):
+        near, far = connecting(), accepting()
+        proof = near.receive(far.receive(near.opening))
+        assert far.receive(proof[:size]) == b"", size
+        assert far.wanted == PROOF_BYTES - size
+        wrong = bytes(byte ^ 1 for byte in proof[size:])
+        with pytest.raises(HandshakeError):
+            far.receive(wrong)
 
 
 def test_more_than_was_asked_for_is_refused() -> None:

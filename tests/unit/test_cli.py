@@ -26,6 +26,7 @@ from foreprop.config import PRESETS, Config
 from foreprop.errors import ConfigError, PeerLost
 from foreprop.observe.trace import TraceRecorder
 from foreprop.version import __version__
+from tests.tiers import long_cases
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,8 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     levels = {logger: logger.level for logger in loggers}
     yield
     for logger, level in levels.items():
-        logger.setLevel(level)
+        if logger.level != level:  # to set one takes as long as there are others
+            logger.setLevel(level)
 
 
 def invoke(*arguments: str) -> Result:
@@ -55,28 +57,30 @@ COMMANDS = dict(commands(typer.main.get_command(cli.app)))
 
 
 # Help.
-@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("path", [("lab", "run"), *long_cases(*COMMANDS)], ids=" ".join)
 def test_every_command_has_help(path: tuple[str, ...]) -> None:
     result = invoke(*path, "--help")
     assert result.exit_code == 0
     assert "Usage:" in result.output
-    assert COMMANDS[path].help
 
 
-@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_every_option_and_argument_has_help(path: tuple[str, ...]) -> None:
-    for parameter in COMMANDS[path].params:
-        assert getattr(parameter, "help", None), parameter.name
+def parameters() -> Iterator[tuple[str, Any]]:
+    for path, command in COMMANDS.items():
+        yield from ((f"{' '.join(path)} {each.name}", each) for each in command.params)
+
+
+def test_every_option_and_argument_has_help() -> None:
+    assert [" ".join(path) for path, command in COMMANDS.items() if not command.help] == []
+    assert [name for name, each in parameters() if not getattr(each, "help", None)] == []
 
 
 UNITS = {"s": "second", "mbit": "Mbit/s", "bytes": "byte", "elems": "element", "us": "microsecond"}
 
 
-@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_help_names_the_unit_of_every_option_that_has_one(path: tuple[str, ...]) -> None:
-    for parameter in COMMANDS[path].params:
+def test_help_names_the_unit_of_every_option_that_has_one() -> None:
+    for name, parameter in parameters():
         unit = UNITS.get(parameter.name.rpartition("_")[2]) if "_" in parameter.name else None
-        assert unit is None or unit.lower() in parameter.help.lower(), parameter.name
+        assert unit is None or unit.lower() in parameter.help.lower(), name
 
 
 def test_the_expected_commands_are_there() -> None:
@@ -92,25 +96,25 @@ def test_version() -> None:
 
 
 # Wrong usage.
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["nonsense"], "nonsense"),
-        (["demo", "--steps", "3"], "--steps"),
-        (["demo", "--steps", "many"], "--steps"),
-        (["demo", "--batch-size", "7501"], "--batch-size"),
-        (["demo", "--workers", "1"], "--workers"),
-        (["bench", "wire", "--slice-elems", "0"], "--slice-elems"),
-        (["bench", "exchange", "--nodes", "1"], "--nodes"),
-        (["trace", "/nowhere/at/all"], "/nowhere/at/all"),
-        (["config", "--nonsense"], "--nonsense"),
-    ],
-)
-def test_wrong_usage_is_told_with_exit_code_2(arguments: list[str], told: str) -> None:
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert told in result.output
-    assert "Traceback" not in result.output
+USED_WRONGLY = [
+    (["nonsense"], "nonsense"),
+    (["demo", "--steps", "3"], "--steps"),
+    (["demo", "--steps", "many"], "--steps"),
+    (["demo", "--batch-size", "7501"], "--batch-size"),
+    (["demo", "--workers", "1"], "--workers"),
+    (["bench", "wire", "--slice-elems", "0"], "--slice-elems"),
+    (["bench", "exchange", "--nodes", "1"], "--nodes"),
+    (["trace", "/nowhere/at/all"], "/nowhere/at/all"),
+    (["config", "--nonsense"], "--nonsense"),
+]
+
+
+def test_wrong_usage_is_told_with_exit_code_2() -> None:
+    for arguments, told in USED_WRONGLY:
+        result = invoke(*arguments)
+        assert result.exit_code == 2, arguments
+        assert told in result.output
+        assert "Traceback" not in result.output
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -121,62 +125,59 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(caught.value.code or 0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["demo", "--presets", "p3,p4"], "--presets has 'p4'; it must be one of ['p3'"),
-        (["demo", "--presets", ","], "--presets has ''; it must be one of"),
-        (["config", "--preset", "p4"], "--preset is 'p4'; it must be one of"),
-        (
-            ["config", "slice_elem=1"],
-            "no setting is called 'slice_elem'; did you mean 'slice_elems'?",
-        ),
-        (["config", "xyz=1"], "no setting is called 'xyz'; there are architecture, "),
-        (["report", "nowhere"], "directory: dir 'nowhere' does not exist; see"),
-        (["run", "nowhere.py"], "script is 'nowhere.py'; there is no such file in "),
-        (["run", "--dry-run", "--ssh", "", "x.py"], "--ssh is ''; it must begin with"),
-        (
-            ["compare", "--backend", "mpi", "x.py"],
-            "--backend is 'mpi'; it must be one of 'gloo', 'nccl'; see",
-        ),
-        (["config", "slice_elems"], "'slice_elems' is not a setting; write it as NAME=VALUE"),
-        (["config", "slice_elems=few"], "slice_elems is 'few'; it must be a whole number"),
-        (["config", "slice_elems=0"], "slice_elems is 0; it must be at least 1"),
-        (["bench", "exchange", "--rate", "0Mbit"], "--rate is 0.0 bit/s; it must be positive"),
-        (["bench", "exchange", "--rate", "5"], "--rate is '5'; it must be a number with its unit"),
-        (["lab", "run", "--nodes", "0"], "--nodes is 0; at least 2"),
-        (["lab", "run", "--workers-per-node", "0"], "--workers-per-node is 0; at least 1"),
-        (["lab", "simulate", "--nodes", "0"], "--nodes is 0; at least 2"),
-        (["lab", "simulate", "--systems", "foo"], "--systems has 'foo'; there are"),
-        (["lab", "simulate", "--rate", "0Gbit"], "--rate is '0Gbit'; it must be positive"),
-        (["lab", "simulate", "--rate", "1G", "--balance", "1"], "--rate and --balance are both"),
-        (["lab", "simulate", "--compute", "2"], "--compute is '2'; it must be a number with its"),
-        (["lab", "simulate", "--steps", "0"], "--steps is 0; at least 1"),
-        (["plan", "--nodes", "2", "--rate", "1G"], "neither --model nor --profile is given"),
-        (["run", "--json", "train.py"], "--json is given without --dry-run"),
-        (["demo", "--steps", "many"], "--steps is 'many'; it must be a valid integer"),
-        (["demo", "--nodes", "1"], "--nodes is '1'; it must be greater than or equal to 2"),
-        (["doctor", "--seconds", "nan"], "--seconds is 'nan'; it must be less than or equal to 10"),
-        (["lab", "run", "--balance", "nan"], "--balance is nan; it must be a finite number"),
-        (["nonsense"], "No such command 'nonsense'"),
-        (["config", "preset=p3"], "'preset=p3' is not a setting; write it as --preset p3"),
-        (
-            ["bench", "exchange", "--nodes", "3", "--node-mb", "1", "--message-kb", "501"],
-            "a message has 501000 bytes; each node gets 500000",
-        ),
-        (["config", "order=random"], "order is 'random'; it must be one of ['priority', 'fifo']"),
-    ],
-)
+WRONG = [
+    (["demo", "--presets", "p3,p4"], "--presets has 'p4'; it must be one of ['p3'"),
+    (["demo", "--presets", ","], "--presets has ''; it must be one of"),
+    (["config", "--preset", "p4"], "--preset is 'p4'; it must be one of"),
+    (
+        ["config", "slice_elem=1"],
+        "no setting is called 'slice_elem'; did you mean 'slice_elems'?",
+    ),
+    (["config", "xyz=1"], "no setting is called 'xyz'; there are architecture, "),
+    (["report", "nowhere"], "directory: dir 'nowhere' does not exist; see"),
+    (["run", "nowhere.py"], "script is 'nowhere.py'; there is no such file in "),
+    (["run", "--dry-run", "--ssh", "", "x.py"], "--ssh is ''; it must begin with"),
+    (
+        ["compare", "--backend", "mpi", "x.py"],
+        "--backend is 'mpi'; it must be one of 'gloo', 'nccl'; see",
+    ),
+    (["config", "slice_elems"], "'slice_elems' is not a setting; write it as NAME=VALUE"),
+    (["config", "slice_elems=few"], "slice_elems is 'few'; it must be a whole number"),
+    (["config", "slice_elems=0"], "slice_elems is 0; it must be at least 1"),
+    (["bench", "exchange", "--rate", "0Mbit"], "--rate is 0.0 bit/s; it must be positive"),
+    (["bench", "exchange", "--rate", "5"], "--rate is '5'; it must be a number with its unit"),
+    (["lab", "run", "--nodes", "0"], "--nodes is 0; at least 2"),
+    (["lab", "run", "--workers-per-node", "0"], "--workers-per-node is 0; at least 1"),
+    (["lab", "simulate", "--nodes", "0"], "--nodes is 0; at least 2"),
+    (["lab", "simulate", "--systems", "foo"], "--systems has 'foo'; there are"),
+    (["lab", "simulate", "--rate", "0Gbit"], "--rate is '0Gbit'; it must be positive"),
+    (["lab", "simulate", "--rate", "1G", "--balance", "1"], "--rate and --balance are both"),
+    (["lab", "simulate", "--compute", "2"], "--compute is '2'; it must be a number with its"),
+    (["lab", "simulate", "--steps", "0"], "--steps is 0; at least 1"),
+    (["plan", "--nodes", "2", "--rate", "1G"], "neither --model nor --profile is given"),
+    (["run", "--json", "train.py"], "--json is given without --dry-run"),
+    (["demo", "--steps", "many"], "--steps is 'many'; it must be a valid integer"),
+    (["demo", "--nodes", "1"], "--nodes is '1'; it must be greater than or equal to 2"),
+    (["doctor", "--seconds", "nan"], "--seconds is 'nan'; it must be less than or equal to 10"),
+    (["lab", "run", "--balance", "nan"], "--balance is nan; it must be a finite number"),
+    (["nonsense"], "No such command 'nonsense'"),
+    (["config", "preset=p3"], "'preset=p3' is not a setting; write it as --preset p3"),
+    (
+        ["bench", "exchange", "--nodes", "3", "--node-mb", "1", "--message-kb", "501"],
+        "a message has 501000 bytes; each node gets 500000",
+    ),
+    (["config", "order=random"], "order is 'random'; it must be one of ['priority', 'fifo']"),
+]
+
+
 def test_wrong_usage_is_one_line_that_names_what_was_typed(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    told: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_main(monkeypatch, *arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"foreprop: {told}")
-    assert error.count("\n") == 1
+    for arguments, told in WRONG:
+        assert run_main(monkeypatch, *arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"foreprop: {told}"), arguments
+        assert error.count("\n") == 1, arguments
 
 
 def test_a_report_that_cannot_be_written_is_told_before_the_work(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -21,8 +21,10 @@ from typer.testing import CliRunner
 from foreprop.cli.app import app
 from foreprop.cli.output import print_table
 from foreprop.cli.registry import COMMANDS, Entry, command_of
+from tests.tiers import long_cases
 
 _WITHOUT_TORCH = [
+    ["config"],
     ["--version"],
     ["-V"],
     ["-h"],
@@ -30,7 +32,6 @@ _WITHOUT_TORCH = [
     ["plan", "-h"],
     ["run", "-h"],
     ["doctor", "-h"],
-    ["config"],
     ["config", "--json"],
     ["lab", "simulate", "-h"],
     ["run", "--dry-run", "train.py"],
@@ -47,12 +48,14 @@ for arguments in json.loads(sys.argv[1]):
         main.main()
     except SystemExit:
         pass
-    print("torch" in sys.modules, *arguments, file=sys.stderr)
+    ours = [name for name in sys.modules if name.startswith("foreprop.cli.")]
+    print(f"told: {json.dumps([arguments, 'torch' in sys.modules, ours])}", file=sys.stderr)
 """
 
 
-def test_what_needs_no_torch_imports_none() -> None:
-    """In one process, one after the other: none of them may be the first."""
+@functools.cache
+def _imported() -> list[tuple[list[str], bool, list[str]]]:
+    """In one process, one after the other: arguments, if torch is there, and our modules."""
     done = subprocess.run(
         [sys.executable, "-c", _IMPORTED, json.dumps(_WITHOUT_TORCH)],
         capture_output=True,
@@ -60,19 +63,20 @@ def test_what_needs_no_torch_imports_none() -> None:
         timeout=100,
         check=True,
     )
-    told = [line for line in done.stderr.splitlines() if line.startswith(("True", "False"))]
-    assert told == [" ".join(["False", *arguments]) for arguments in _WITHOUT_TORCH]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("told: ")]
+    return [json.loads(line.removeprefix("told: ")) for line in lines]
+
+
+def test_what_needs_no_torch_imports_none() -> None:
+    """None of them may be the first."""
+    told = [(arguments, has_torch) for arguments, has_torch, _ in _imported()]
+    assert told == [(arguments, False) for arguments in _WITHOUT_TORCH]
 
 
 def test_a_command_that_is_not_called_is_not_imported() -> None:
-    code = (
-        "import sys\nfrom foreprop.cli.main import app\nimport typer\n"
-        "typer.main.get_command(app)(['config'], standalone_mode=False)\n"
-        "print(*[name for name in sys.modules if name.startswith('foreprop.cli.')])"
-    )
-    run = [sys.executable, "-c", code]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=100, check=True)
-    loaded = {name.rpartition(".")[2] for name in done.stdout.splitlines()[-1].split()}
+    arguments, _, names = _imported()[0]
+    assert arguments == ["config"]
+    loaded = {name.rpartition(".")[2] for name in names}
     assert loaded == {"app", "checked", "clone", "config", "main", "output", "registry"}
 
 
@@ -90,37 +94,35 @@ def leaves() -> Iterator[tuple[str, Any]]:
 LEAVES = dict(leaves())
 
 
-@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
-def test_the_table_says_of_a_command_what_it_says_itself(entry: Entry) -> None:
-    told = " ".join(command_of(entry).help.split("\n\n")[0].split())
-    assert told == entry.summary
+def test_the_table_says_of_each_command_what_it_says_itself() -> None:
+    for entry in COMMANDS:
+        assert " ".join(command_of(entry).help.split("\n\n")[0].split()) == entry.summary
 
 
-@pytest.mark.parametrize("name", LEAVES)
 def test_every_help_has_examples_that_can_be_typed(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("runs/demo/p3", "runs/trace", "runs/watch"):
         Path(folder).mkdir(parents=True)
-    _, _, text = LEAVES[name].help.partition("\n\nExamples:\n")
-    examples = text.replace("\\\n", " ").strip().splitlines()
-    assert examples, "none"
-    for example in examples:
-        words = shlex.split(example)
-        given = name.split()
-        assert words[: len(given) + 1] == ["foreprop", *given]
-        with LEAVES[name].make_context(name, words[len(given) + 1 :]):
-            pass
+    for name, command in LEAVES.items():
+        _, _, text = command.help.partition("\n\nExamples:\n")
+        examples = text.replace("\\\n", " ").strip().splitlines()
+        assert examples, name
+        for example in examples:
+            words = shlex.split(example)
+            given = name.split()
+            assert words[: len(given) + 1] == ["foreprop", *given]
+            with command.make_context(name, words[len(given) + 1 :]):
+                pass
 
 
-@pytest.mark.parametrize("name", LEAVES)
-def test_every_option_of_a_command_with_many_has_its_group(name: str) -> None:
-    options = [p for p in LEAVES[name].params if p.opts[0].startswith("-")]
-    if len(options) > 8:
-        groups = {option.rich_help_panel for option in options}
-        assert len(groups) > 2
-        assert sum(option.rich_help_panel is None for option in options) <= 3
+def test_every_option_of_a_command_with_many_has_its_group() -> None:
+    for name, command in LEAVES.items():
+        panels = [p.rich_help_panel for p in command.params if p.opts[0].startswith("-")]
+        if len(panels) > 8:
+            assert len(set(panels)) > 2, name
+            assert panels.count(None) <= 3, name
 
 
 def test_short_help_is_help() -> None:
@@ -131,14 +133,7 @@ def test_short_help_is_help() -> None:
 
 
 def test_a_paragraph_is_wrapped_by_the_terminal_only() -> None:
-    output = subprocess.run(
-        [sys.executable, "-m", "foreprop", "run", "-h"],
-        env={**os.environ, "TERMINAL_WIDTH": "400", "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    ).stdout
+    output = help_of("run", 400)
     (line,) = [line for line in output.splitlines() if "Every line that a worker prints" in line]
     assert "No process is left on any host, however this command ends." in line
     assert "foreprop run --resources hosts.txt --dry-run train.py" in output
@@ -200,7 +195,7 @@ def help_of(command: str, columns: int) -> str:
     return CliRunner().invoke(app, words, env=env, **plain).output
 
 
-@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("columns", [60, *long_cases(80)])
 @pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
 def test_a_help_fits_the_terminal_with_nothing_cut(entry: Entry, columns: int) -> None:
     lines = help_of(entry.name, columns).splitlines()
@@ -278,12 +273,12 @@ main()
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        ("foreprop.cli.app", ["--version"]),
         ("typer", ["--version"]),
-        ("foreprop.cli.registry", ["-h"]),
-        ("foreprop.cli.plan", ["plan", "-h"]),
-        ("foreprop.model.planner", ["plan", "-h"]),
-        ("foreprop.cli.config", ["config"]),
+        pytest.param("foreprop.cli.app", ["--version"], marks=pytest.mark.long),
+        pytest.param("foreprop.cli.registry", ["-h"], marks=pytest.mark.long),
+        pytest.param("foreprop.cli.plan", ["plan", "-h"], marks=pytest.mark.long),
+        pytest.param("foreprop.model.planner", ["plan", "-h"], marks=pytest.mark.long),
+        pytest.param("foreprop.cli.config", ["config"], marks=pytest.mark.long),
     ],
 )
 def test_ctrl_c_while_it_imports_shows_no_traceback(module: str, arguments: list[str]) -> None:

@@ -15,6 +15,7 @@ from foreprop.compression.codecs import make
 from foreprop.compression.sparse import RandomK, SentShare, TopK, largest
 from foreprop.core.codec import Place
 from foreprop.errors import RemoteProtocolError
+from tests.tiers import long_cases
 
 FEW = st.sampled_from([0.0, 1.0, -1.0, 2.0, -2.5, 1e-30])
 """So that many magnitudes are equal."""
@@ -33,8 +34,8 @@ def test_the_largest_are_those_that_sorting_finds(values: list[float], data: st.
     assert found == sorted(abs(x) for x in given_.tolist())[len(values) - count :]
 
 
-@pytest.mark.parametrize("elems", [10_000, 50_003, 200_000])
-@pytest.mark.parametrize("share", [0.0005, 0.001, 0.01, 0.1, 0.25, 1.0])
+@pytest.mark.parametrize("elems", [50_003, *long_cases(10_000, 200_000)])
+@pytest.mark.parametrize("share", [0.001, 0.25, 1.0, *long_cases(0.0005, 0.01, 0.1)])
 def test_the_largest_of_many(elems: int, share: float) -> None:
     values, count = noise(elems), max(1, round(share * elems))
     expected = np.sort(np.argsort(-np.abs(values.numpy()), kind="stable")[:count])
@@ -95,8 +96,8 @@ def test_from_half_of_the_elements_on_all_are_sent_without_indices() -> None:
         assert torch.equal(out, values) == (count > 499)
 
 
-@pytest.mark.parametrize("elems", [1, 2, 10, 1000, 50_003])
-@pytest.mark.parametrize("share", [0.001, 0.01, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("elems", [1, 2, 1000, *long_cases(10, 50_003)])
+@pytest.mark.parametrize("share", [0.001, 0.2, 0.5, *long_cases(0.01, 1.0)])
 def test_random_elements_are_the_same_on_all_ranks_and_no_indices_are_sent(
     elems: int, share: float
 ) -> None:
@@ -119,8 +120,9 @@ def test_random_elements_are_the_same_on_all_ranks_and_no_indices_are_sent(
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize(("elems", "share"), [(40, 0.1), (40, 0.5), (41, 0.2)])
-def test_any_element_and_any_pair_is_as_likely_as_another(elems: int, share: float) -> None:
+@pytest.mark.parametrize("case", [(41, 0.2), *long_cases((40, 0.1), (40, 0.5))])
+def test_any_element_and_any_pair_is_as_likely_as_another(case: tuple[int, float]) -> None:
+    elems, share = case
     codec, draws = RandomK("randomk", SentShare(share)), 3000
     taken = torch.zeros(draws, elems)
     for step in range(draws):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from told import error_of
 
 import foreprop
 from foreprop.cluster.world import is_alone
@@ -117,82 +118,76 @@ def test_unknown_names_are_refused() -> None:
         Config.resolve("mxnet")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"order": "lifo"}, "order is 'lifo'; it must be one of ['priority', 'fifo']"),
-        ({"granularity": "bit"}, "granularity is 'bit'; it must be one of ['slice', 'array']"),
-        ({"lanes": "two"}, "lanes is 'two'; it must be one of ['peers', 'one']"),
-        (
-            {"lanes": "one", "order": "fifo"},
-            "lanes is 'one' and order is 'fifo'; one lane goes by priority: set order='priority'",
-        ),
-        ({"placement": None}, "placement is None; it must be one of ['round_robin', 'kvstore'"),
-        ({"reply": ["pull"]}, "reply is ['pull']; it must be one of ['broadcast', 'notify'"),
-        ({"slice_elems": 0}, "slice_elems is 0; it must be at least 1"),
-        ({"slice_elems": 1.5}, "slice_elems is 1.5; it must be int"),
-        ({"slice_elems": True}, "slice_elems is True; it must be int"),
-        ({"slice_elems": "9"}, "slice_elems is '9'; it must be int"),
-        ({"big_array_elems": -1}, "big_array_elems is -1; it must be at least 1"),
-        ({"placement_seed": -1}, "placement_seed is -1; it must be at least 0"),
-        ({"servers_per_node": -1}, "servers_per_node is -1; it must be at least 0"),
-        ({"dedicated_servers": -1}, "dedicated_servers is -1; it must be at least 0"),
-        (
-            {"local_aggregation": "yes"},
-            "local_aggregation is 'yes'; it must be one of ['auto', 'on'",
-        ),
-        (
-            {"architecture": "ring", "local_aggregation": "on"},
-            "local_aggregation is 'on', which is for servers; architecture is 'ring'",
-        ),
-        ({"workers_per_node": 0}, "workers_per_node is 0; it must be at least 1"),
-        ({"workers_per_node": "2"}, "workers_per_node is '2'; it must be int or nothing"),
-        ({"interface": 3}, "interface is 3; it must be str or nothing"),
-        ({"trace": Path("here")}, "; it must be str or nothing"),
-        ({"link_rate_bits_per_s": 999}, "link_rate_bits_per_s is 999; it must be at least 1000"),
-        ({"unsent_bytes": 0}, "unsent_bytes is 0; it must be at least 1"),
-        ({"backward_passes": 0}, "backward_passes is 0; it must be at least 1"),
-        ({"step_timeout_s": 0}, "step_timeout_s is 0; it must be at least 0.1"),
-        ({"step_timeout_s": None}, "step_timeout_s is None; it must be float or int"),
-        ({"step_timeout_s": float("nan")}, "step_timeout_s is nan; it must be a finite number"),
-        ({"join_timeout_s": float("inf")}, "join_timeout_s is inf; it must be a finite number"),
-        ({"stall_report_s": -1.0}, "stall_report_s is -1.0; it must be at least 0.1"),
-        ({"servers_per_node": 0}, "servers_per_node and dedicated_servers are both 0"),
-        (
-            {"architecture": "tree"},
-            "architecture is 'tree'; it must be one of ['p2p', 'ps', 'ring', 'hybrid', 'auto',"
-            " None]",
-        ),
-        ({"architecture": "ps"}, "architecture is 'ps'; set dedicated_servers to their number"),
-        (
-            {"architecture": "ring", "dedicated_servers": 2},
-            "architecture is 'ring', which has no dedicated_servers; there are to be 2",
-        ),
-        (
-            {"architecture": "ring", "link_rate_bits_per_s": 1e6},
-            "link_rate_bits_per_s paces foreprop's own connections",
-        ),
-        ({"chunk_elems": 0}, "chunk_elems is 0; it must be at least 1"),
-        ({"reduction": "max"}, "reduction is 'max'; it must be one of ['mean', 'sum']"),
-        ({"clip_grad_value": 0.0}, "clip_grad_value is 0.0; it must be above 0"),
-        ({"ema": 1.0}, "ema is 1.0; it must be above 0 and below 1"),
-        ({"ema": 0}, "ema is 0; it must be above 0 and below 1"),
-        ({"clip_grad_norm": -1.0}, "clip_grad_norm is -1.0; it must be above 0"),
-        (
-            {"clip_grad_norm": 1.0, "clip_grad_value": 2.0},
-            "clip_grad_norm is 1.0 and clip_grad_value is 2.0; set one of them",
-        ),
-        ({"chunks_in_flight": 0}, "chunks_in_flight is 0; it must be at least 1"),
-    ],
-)
-def test_a_wrong_value_is_told_field_value_and_what_is_allowed(
-    settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Config(**settings)
-    assert message in str(caught.value)
-    with pytest.raises(ConfigError):
-        Config().replace(**settings)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"order": "lifo"}, "order is 'lifo'; it must be one of ['priority', 'fifo']"),
+    ({"granularity": "bit"}, "granularity is 'bit'; it must be one of ['slice', 'array']"),
+    ({"lanes": "two"}, "lanes is 'two'; it must be one of ['peers', 'one']"),
+    (
+        {"lanes": "one", "order": "fifo"},
+        "lanes is 'one' and order is 'fifo'; one lane goes by priority: set order='priority'",
+    ),
+    ({"placement": None}, "placement is None; it must be one of ['round_robin', 'kvstore'"),
+    ({"reply": ["pull"]}, "reply is ['pull']; it must be one of ['broadcast', 'notify'"),
+    ({"slice_elems": 0}, "slice_elems is 0; it must be at least 1"),
+    ({"slice_elems": 1.5}, "slice_elems is 1.5; it must be int"),
+    ({"slice_elems": True}, "slice_elems is True; it must be int"),
+    ({"slice_elems": "9"}, "slice_elems is '9'; it must be int"),
+    ({"big_array_elems": -1}, "big_array_elems is -1; it must be at least 1"),
+    ({"placement_seed": -1}, "placement_seed is -1; it must be at least 0"),
+    ({"servers_per_node": -1}, "servers_per_node is -1; it must be at least 0"),
+    ({"dedicated_servers": -1}, "dedicated_servers is -1; it must be at least 0"),
+    (
+        {"local_aggregation": "yes"},
+        "local_aggregation is 'yes'; it must be one of ['auto', 'on'",
+    ),
+    (
+        {"architecture": "ring", "local_aggregation": "on"},
+        "local_aggregation is 'on', which is for servers; architecture is 'ring'",
+    ),
+    ({"workers_per_node": 0}, "workers_per_node is 0; it must be at least 1"),
+    ({"workers_per_node": "2"}, "workers_per_node is '2'; it must be int or nothing"),
+    ({"interface": 3}, "interface is 3; it must be str or nothing"),
+    ({"trace": Path("here")}, "; it must be str or nothing"),
+    ({"link_rate_bits_per_s": 999}, "link_rate_bits_per_s is 999; it must be at least 1000"),
+    ({"unsent_bytes": 0}, "unsent_bytes is 0; it must be at least 1"),
+    ({"backward_passes": 0}, "backward_passes is 0; it must be at least 1"),
+    ({"step_timeout_s": 0}, "step_timeout_s is 0; it must be at least 0.1"),
+    ({"step_timeout_s": None}, "step_timeout_s is None; it must be float or int"),
+    ({"step_timeout_s": float("nan")}, "step_timeout_s is nan; it must be a finite number"),
+    ({"join_timeout_s": float("inf")}, "join_timeout_s is inf; it must be a finite number"),
+    ({"stall_report_s": -1.0}, "stall_report_s is -1.0; it must be at least 0.1"),
+    ({"servers_per_node": 0}, "servers_per_node and dedicated_servers are both 0"),
+    (
+        {"architecture": "tree"},
+        "architecture is 'tree'; it must be one of ['p2p', 'ps', 'ring', 'hybrid', 'auto', None]",
+    ),
+    ({"architecture": "ps"}, "architecture is 'ps'; set dedicated_servers to their number"),
+    (
+        {"architecture": "ring", "dedicated_servers": 2},
+        "architecture is 'ring', which has no dedicated_servers; there are to be 2",
+    ),
+    (
+        {"architecture": "ring", "link_rate_bits_per_s": 1e6},
+        "link_rate_bits_per_s paces foreprop's own connections",
+    ),
+    ({"chunk_elems": 0}, "chunk_elems is 0; it must be at least 1"),
+    ({"reduction": "max"}, "reduction is 'max'; it must be one of ['mean', 'sum']"),
+    ({"clip_grad_value": 0.0}, "clip_grad_value is 0.0; it must be above 0"),
+    ({"ema": 1.0}, "ema is 1.0; it must be above 0 and below 1"),
+    ({"ema": 0}, "ema is 0; it must be above 0 and below 1"),
+    ({"clip_grad_norm": -1.0}, "clip_grad_norm is -1.0; it must be above 0"),
+    (
+        {"clip_grad_norm": 1.0, "clip_grad_value": 2.0},
+        "clip_grad_norm is 1.0 and clip_grad_value is 2.0; set one of them",
+    ),
+    ({"chunks_in_flight": 0}, "chunks_in_flight is 0; it must be at least 1"),
+]
+
+
+def test_a_wrong_value_is_told_field_value_and_what_is_allowed() -> None:
+    for settings, message in WRONG:
+        assert message in error_of(ConfigError, Config, **settings)
+        assert message in error_of(ConfigError, Config().replace, **settings)
 
 
 def test_whole_numbers_do_where_fractions_are_allowed() -> None:

@@ -63,7 +63,7 @@ class Ends:
 @pytest.fixture
 def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
     near, far = socket.socketpair()
-    far.settimeout(10)
+    far.settimeout(60)
     yield near, far
     near.close()
     far.close()
@@ -154,7 +154,7 @@ def test_who_is_stuck_in_the_middle_of_a_frame_is_given_up(sockets: Any) -> None
     rest = len(first)
     while rest < 28 + len(large):
         rest += len(far.recv(1 << 20))
-    thread.join(10)
+    thread.join(60)
     far.setblocking(False)
     with pytest.raises(BlockingIOError):
         far.recv(1)
@@ -222,6 +222,6 @@ def test_what_no_thread_can_send_is_sent_here(
     near, far = sockets
     made = connection(near, Pulls())
     monkeypatch.setattr(threading.Thread, "start", no_thread)
-    made.start_sending_past_queue("goodbye", Kind.BLOB, b"12").join(1)
+    made.start_sending_past_queue("goodbye", Kind.BLOB, b"12").join(60)
     sent = frame(Kind.BLOB, b"12")
     assert len(far.recv(100)) == len(sent)

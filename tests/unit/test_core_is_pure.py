@@ -10,8 +10,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 SRC = Path(__file__).parents[2] / "src"
 PURE_MODULES = frozenset(
     (
@@ -115,37 +113,37 @@ def test_the_core_is_pure() -> None:
     assert find_impurities(SRC) == []
 
 
-@pytest.mark.parametrize(
-    ("code", "what"),
-    [
-        ("import socket", "imports socket"),
-        ("import os.path", "imports os.path"),
-        ("from time import monotonic", "imports time"),
-        ("from threading import Lock as L", "imports threading"),
-        ("def f():\n    import torch.distributed", "imports torch.distributed"),
-        ("try:\n    import numpy\nexcept ImportError:\n    pass", "imports numpy"),
-        ("import logging, math", "imports logging"),
-        ("import foreprop", "imports foreprop"),
-        ("from foreprop import net", "imports foreprop.net"),
-        ("from foreprop.net import Stream", "imports foreprop.net.Stream"),
-        ("from .. import net", "imports foreprop.net"),
-        ("from ..net import Stream", "imports foreprop.net.Stream"),
-        ("import foreprop.core_extra", "imports foreprop.core_extra"),
-        ("print('here')", "uses print"),
-        ("def f(p):\n    return open(p)", "uses open"),
-        ("say = print", "uses print"),
-        ("__import__('socket')", "uses __import__"),
-        ("import importlib", "imports importlib"),
-        ("import random\nrandom.shuffle([])", "uses random.shuffle"),
-        ("import random\nrandom.Random()", "uses random.Random without a seed"),
-        ("import random as r", "renames random"),
-        ("from random import Random", "imports from random: write random.Random(seed)"),
-    ],
-)
-def test_each_impurity_is_found(tmp_path: Path, code: str, what: str) -> None:
-    line = 2 if "\n" in code else 1
-    source = _make_source(tmp_path, code)
-    assert find_impurities(source) == [f"foreprop/core/bad.py:{line}: {what}"]
+IMPURE = [
+    ("import socket", "imports socket"),
+    ("import os.path", "imports os.path"),
+    ("from time import monotonic", "imports time"),
+    ("from threading import Lock as L", "imports threading"),
+    ("def f():\n    import torch.distributed", "imports torch.distributed"),
+    ("try:\n    import numpy\nexcept ImportError:\n    pass", "imports numpy"),
+    ("import logging, math", "imports logging"),
+    ("import foreprop", "imports foreprop"),
+    ("from foreprop import net", "imports foreprop.net"),
+    ("from foreprop.net import Stream", "imports foreprop.net.Stream"),
+    ("from .. import net", "imports foreprop.net"),
+    ("from ..net import Stream", "imports foreprop.net.Stream"),
+    ("import foreprop.core_extra", "imports foreprop.core_extra"),
+    ("print('here')", "uses print"),
+    ("def f(p):\n    return open(p)", "uses open"),
+    ("say = print", "uses print"),
+    ("__import__('socket')", "uses __import__"),
+    ("import importlib", "imports importlib"),
+    ("import random\nrandom.shuffle([])", "uses random.shuffle"),
+    ("import random\nrandom.Random()", "uses random.Random without a seed"),
+    ("import random as r", "renames random"),
+    ("from random import Random", "imports from random: write random.Random(seed)"),
+]
+
+
+def test_each_impurity_is_found(tmp_path: Path) -> None:
+    for code, what in IMPURE:
+        line = 2 if "\n" in code else 1
+        source = _make_source(tmp_path, code)
+        assert find_impurities(source) == [f"foreprop/core/bad.py:{line}: {what}"]
 
 
 def test_modules_that_the_core_imports_are_walked(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ trainer.py say what it is used for.
 
 from __future__ import annotations
 
+import gc
 import inspect
 from typing import Any
 
@@ -27,6 +28,7 @@ from foreprop.integrations.accelerate import ForepropAccelerator  # noqa: E402
 @pytest.fixture(autouse=True)
 def _no_state_of_accelerate() -> Any:
     """It keeps one for the process."""
+    gc.freeze()  # to free memory it collects garbage: of what the test makes, not of all
     yield
     AcceleratorState._reset_state(True)
     PartialState._reset_state()

@@ -8,6 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 MOST_MODULES = 50
 MOST_LINES = 10_000
 
@@ -52,15 +54,18 @@ def loaded() -> dict[str, Path]:
     return {name.removeprefix("foreprop."): Path(file) for name, file in found.items()}
 
 
+@pytest.mark.long
 def test_a_plain_training_loads_few_modules() -> None:
     assert len(loaded()) <= MOST_MODULES, sorted(loaded())
 
 
+@pytest.mark.long
 def test_a_plain_training_loads_few_lines() -> None:
     lines = {name: len(file.read_text().splitlines()) for name, file in loaded().items()}
     assert sum(lines.values()) <= MOST_LINES, lines
 
 
+@pytest.mark.long
 def test_a_plain_training_loads_no_feature() -> None:
     features = {name for name in loaded() if name.partition(".")[0] in NEVER}
     assert not features
@@ -76,6 +81,7 @@ def test_a_plain_training_loads_no_feature() -> None:
     assert not unused & loaded().keys()
 
 
+@pytest.mark.long
 def test_its_server_loads_no_compiler() -> None:
     imported = {line.rpartition("|")[2].strip() for line in training().stderr.splitlines()}
     assert {"torch.optim.sgd", "foreprop.path.slicestore"} <= imported, training().stderr

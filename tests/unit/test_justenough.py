@@ -300,6 +300,7 @@ def test_one_codec_for_all_is_tried_where_windows_find_nothing_quick() -> None:
     assert enough.step_s == 0.5
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_thousands_of_arrays_are_no_matter_of_minutes() -> None:
     """As a mixture of experts has; each lossless in its own way."""

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.core.frames import PACE_STEPS
@@ -32,6 +32,7 @@ def a_report(
     )
 
 
+@settings(max_examples=40)
 @given(
     times_s=st.lists(
         st.lists(st.integers(0, 1000), min_size=3, max_size=3), min_size=1, max_size=8

@@ -34,8 +34,13 @@ KINDS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("divided", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+CASES = [(kind, divided) for divided in (False, True) for kind in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "divided"),
+    [pytest.param(*case, marks=[pytest.mark.long] * (case == ("workers", True))) for case in CASES],
+)
 def test_every_kind_of_sharded_loader_is_read_one_ahead(kind: str, divided: bool) -> None:
     (world, _) = worlds(2)
     torch.manual_seed(0)

@@ -60,10 +60,10 @@ def test_special_values_come_back(bits: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("elems", [0, 1, 2, 3, 50_000])
-def test_any_length(elems: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(elems)
-    check_round_trip((torch.randn(elems, generator=generator) * 1e-3).to(dtype))
+def test_any_length(dtype: torch.dtype) -> None:
+    for elems in (0, 1, 2, 3, 50_000):
+        generator = torch.Generator().manual_seed(elems)
+        check_round_trip((torch.randn(elems, generator=generator) * 1e-3).to(dtype))
 
 
 def test_gradients_shrink_by_their_exponents_and_differences_by_half() -> None:

@@ -20,7 +20,7 @@ class FakeEvent:
         self.completed = threading.Event()
 
     def synchronize(self) -> None:
-        assert self.completed.wait(5)
+        assert self.completed.wait(60)
 
 
 class FakeDevice(TorchAccelerator):

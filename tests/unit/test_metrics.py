@@ -235,12 +235,15 @@ LOGGER.warning("rank %d is late", 3)
 """
 
 
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize(
     ("mode", "shown"),
     [
-        ("none", ["foreprop: it goes on", "foreprop: rank 3 is late"]),
-        ("quiet", ["foreprop: rank 3 is late"]),
-        ("basic", ["mine it goes on", "mine rank 3 is late"]),
+        pytest.param("none", ["foreprop: it goes on", "foreprop: rank 3 is late"], marks=LONG),
+        pytest.param("quiet", ["foreprop: rank 3 is late"], marks=LONG),
+        pytest.param("basic", ["mine it goes on", "mine rank 3 is late"], marks=LONG),
         ("own", ["it goes on", "rank 3 is late"]),
         ("file", ["foreprop: it goes on", "foreprop: rank 3 is late"]),
     ],

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
+
+pytestmark = pytest.mark.long  # the compiler takes seconds to import
 
 # What three steps of each optimizer make of the same numbers, its state saved between them.
 UPDATED = """

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from foreprop.core.norm import ENCODED_BYTES, ZERO, SquareSum, decode_square_sum
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.sums import square_sum
+from tests.tiers import long_cases
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -42,11 +43,15 @@ def test_any_parts_in_any_order_give_the_same_norm(
     assert added_up(parts).norm == pytest.approx(exact_norm(values), rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e20])
-def test_many_elements(dtype: torch.dtype, scale: float) -> None:
+SCALES = {torch.float16: 1e-4, torch.bfloat16: 1e20, torch.float32: 1e-30, torch.float64: 1.0}
+
+
+@pytest.mark.parametrize("dtype", SCALES, ids=str)
+@pytest.mark.parametrize("scale", [None, *long_cases(*SCALES.values())])
+def test_many_elements(dtype: torch.dtype, scale: float | None) -> None:
     generator = torch.Generator().manual_seed(1)
-    tensor = (torch.randn(200_003, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    drawn = torch.randn(200_003, generator=generator, dtype=torch.float64)
+    tensor = (drawn * (scale or SCALES[dtype])).to(dtype)
     wide = tensor.double()
     finite = wide[wide.isfinite()]
     got = square_sum(finite)

@@ -208,7 +208,7 @@ def test_of_a_table_the_limit_counts_touched_rows_only() -> None:
     assert setting(profile=SPARSE, rate_bits_per_s=1e15).limit_s == pytest.approx(0.14)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     alpha=st.floats(0, 1),
     nodes=st.integers(2, 6),

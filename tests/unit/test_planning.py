@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,6 @@ from foreprop.simulate.slicesize import (
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.limit import HEADER_FACTOR
 from foreprop.workload.profile import Profile, ProfiledArray, load_profile
-from tests.tiers import long_cases
 
 AUTO = Config(architecture="auto")
 
@@ -94,6 +94,7 @@ def test_the_preset_is_known_by_its_knobs(name: str) -> None:
     assert preset_of(Config.resolve(name, reply="notify", order="priority")) in ("p3", name)
 
 
+@pytest.mark.long
 def test_of_a_table_only_the_rows_count_that_a_step_touches() -> None:
     words = ProfiledArray(
         name="words", shape=(10_000_000, 64), forward_s=0.0, backward_s=0.0, alpha=1e-5
@@ -137,6 +138,7 @@ def test_sizes_are_tried_from_the_usual_one_on_until_two_are_no_better() -> None
     assert list(search([800_000], lambda _: 1.0)) == [800_000]
 
 
+@functools.cache
 def chosen(**changes: Any) -> Any:
     fields: dict[str, Any] = {
         "compute_s": 0.14,
@@ -165,6 +167,7 @@ def test_the_sessions_settings_count_not_the_environments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = chosen()
+    chosen.cache_clear()
     monkeypatch.setenv("FOREPROP_SERVERS_PER_NODE", "2")
     monkeypatch.setenv("FOREPROP_DEDICATED_SERVERS", "1")
     monkeypatch.setenv("FOREPROP_ORDER", "fifo")
@@ -182,6 +185,7 @@ def test_many_nodes_ask_for_smaller_slices() -> None:
     assert many.step_s[many.slice_elems] < 0.95 * many.step_s[50_000]
 
 
+@pytest.mark.long
 def test_latency_is_from_host_to_host() -> None:
     """As `linkprobe` tells it, half of a round trip; then `lab simulate` takes as long."""
     far = chosen(latency_s=0.01, rate_bits_per_s=1e8)
@@ -277,7 +281,8 @@ def test_who_could_not_measure_is_told() -> None:
         conclude(reports(1e9, error="no route"))
 
 
-@pytest.mark.parametrize("nodes", [2, *long_cases(3)])
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", [2, 3])
 def test_all_nodes_measure_and_agree(nodes: int) -> None:
     board = Board(solitary_world(), "plan", timeout_s=20)
 

@@ -16,6 +16,7 @@ import foreprop
 from foreprop.checkpoints.position import LoaderPosition
 from foreprop.errors import ConfigError
 from tests.cluster import worlds
+from tests.tiers import long_cases
 
 SAMPLES, EPOCHS = 22, 3
 
@@ -102,7 +103,11 @@ def run(position: LoaderPosition, saved: list[Any]) -> Iterator[Any]:
         position.end()
 
 
-@pytest.mark.parametrize("name", sorted(LOADERS))
+USUAL = ("with a sampler", "sharded, with a generator", "sharded stream", "numbers")
+OTHERS = [name for name in LOADERS if name not in USUAL]
+
+
+@pytest.mark.parametrize("name", [*USUAL, *long_cases(*OTHERS)])
 def test_it_goes_on_from_every_batch_as_if_it_had_not_stopped(name: str) -> None:
     seed(1)
     states: list[Any] = []

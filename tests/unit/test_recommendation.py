@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -22,10 +23,12 @@ from foreprop.model.planner import (
 )
 from foreprop.model.recommendation import Recommendation, obstacle_of, recommend
 from foreprop.workload.profile import Profile, ProfiledArray
+from tests.tiers import long_cases
 
 DDP, RING, P2P = Candidate("ddp"), Candidate("ring"), Candidate("p2p", "p3")
 
 
+@functools.cache
 def recommended(**changes: Any) -> Recommendation:
     asked = setting(**changes)
     return recommend(asked, forecasts(asked))
@@ -98,6 +101,7 @@ MANY_SMALL_ARRAYS = Profile(
 )
 
 
+@pytest.mark.long
 def test_hybrid_where_servers_would_be_busy_with_a_thousand_small_updates() -> None:
     """Collectives join small arrays; a server updates each by itself."""
     fields: dict[str, Any] = {"compute_s": 0.02, "rate_bits_per_s": 10 * GBIT, "nodes": 3}
@@ -251,7 +255,7 @@ def test_nothing_helps_devices_that_are_busy() -> None:
     assert "little left to gain" in text(made)
 
 
-@pytest.mark.parametrize("rate", [0.05, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("rate", [0.2, *long_cases(0.05, 0.5, 1.0)])
 def test_a_remedy_gives_what_is_said_if_it_is_applied(rate: float) -> None:
     made = recommended(rate_bits_per_s=rate * GBIT)
     for remedy in made.remedies:

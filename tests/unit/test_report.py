@@ -304,6 +304,7 @@ def test_below_the_limit_every_event_has_a_rectangle(timelines: list[Timeline]) 
     assert counts == [len(timeline.events) for timeline in timelines]
 
 
+@pytest.mark.long
 def test_many_slices_are_merged_to_a_page_of_modest_size() -> None:
     many = example_timeline("p3", slice_bytes=2_000)
     assert len(many.events) > 8_000

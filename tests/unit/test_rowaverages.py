@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from foreprop.tables.rowupdates import RowAverages
 from foreprop.tables.table import RowTable
@@ -21,7 +22,8 @@ def averages_of(table: torch.Tensor, decay: float) -> RowAverages:
     return RowAverages(shard, decay)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@settings(max_examples=25)
+@given(st.integers(0, 2**32))
 def test_late_moves_come_to_what_moves_in_every_step_do(seed: int) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.core.barrier import StepBarrier
@@ -45,7 +45,6 @@ from foreprop.tables.parts import (
     part_limit_bytes,
     pulled_shard,
 )
-from tests.tiers import long_cases
 
 SHARDS = plan_shards([(0, 10, 4), (2, 3, 1)], servers=2, first_number=5)
 A, B = 5, 7  # server 0's shards, of the parameters "a" and "c"
@@ -284,8 +283,8 @@ def test_what_a_shard_waits_for() -> None:
     assert machine.describe_wait(A, 1) == "the rows of a are updated"
 
 
-@pytest.mark.parametrize("needs_norm", [False, True])
-@pytest.mark.parametrize("seed", [*range(40), *long_cases(*range(40, 200))])
+@settings(max_examples=60)
+@given(st.integers(0, 2**32), st.booleans())
 def test_random_schedules(seed: int, needs_norm: bool) -> None:
     """Whatever the order of arrival, each pull is answered once, with its step's rows.
 

@@ -51,6 +51,6 @@ def test_pieces_do_not_depend_on_the_split(lengths: list[int], chunk: int) -> No
 
 def test_a_long_progress_bar_is_not_kept() -> None:
     splitter = LineSplitter()
-    for percent in range(100_000):
+    for percent in range(LIMIT_BYTES // 7 + 1000):
         assert splitter.feed(b"\r%6d" % percent) == []
-    assert splitter.finish() == [b" 99999"]
+    assert splitter.finish() == [b"%6d" % percent]

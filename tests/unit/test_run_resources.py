@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from told import error_of
 
 from foreprop.errors import ConfigError
 from foreprop.run.resources import Host, parse_resources, read_resources
@@ -74,13 +76,11 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("line", BAD)
-def test_a_bad_line_is_named(line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(f"first\n\n{line}  # a comment\n")
-    assert str(caught.value).startswith(f"hosts, line 3: {line!r}: ")
-    with pytest.raises(ConfigError, match=BAD[line]):
-        parse(line)
+def test_a_bad_line_is_named() -> None:
+    for line, told in BAD.items():
+        said = error_of(ConfigError, parse, f"first\n\n{line}  # a comment\n")
+        assert said.startswith(f"hosts, line 3: {line!r}: ")
+        assert re.search(told, error_of(ConfigError, parse, line))
 
 
 def test_a_host_twice() -> None:

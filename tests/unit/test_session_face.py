@@ -53,9 +53,8 @@ def test_neither_has_the_object(alone: bool) -> None:
         assert session.config == foreprop.Config()
 
 
-@pytest.mark.parametrize("name", sorted(CALLED))
-def test_help_says_what_each_is_for(name: str) -> None:
-    assert inspect.getdoc(getattr(foreprop.Session, name))
+def test_help_says_what_each_is_for() -> None:
+    assert [name for name in CALLED if not inspect.getdoc(getattr(foreprop.Session, name))] == []
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from foreprop.core.slicing import Partition, Slice, plan_slices, usual_slice_elems
 from foreprop.errors import ConfigError
 from foreprop.workload.profile import load_profile
+from tests.tiers import long_cases
 
 SIZES = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 300)), max_size=12)
 PARTITIONS = st.builds(
@@ -72,8 +73,8 @@ def test_each_slice_is_dealt_to_the_server_with_the_fewest_bytes_so_far(
     assert len(slices) == sum(-(-n // slice_elems) for n in sizes)
 
 
-@pytest.mark.parametrize("servers", [2, 3, 4, 8])
-@pytest.mark.parametrize("model", ["resnet50", "inceptionv3", "sockeye", "vgg19"])
+@pytest.mark.parametrize("servers", [3, *long_cases(2, 4, 8)])
+@pytest.mark.parametrize("model", ["resnet50", *long_cases("inceptionv3", "sockeye", "vgg19")])
 def test_every_server_has_its_fair_share_of_a_real_model(model: str, servers: int) -> None:
     sizes = [math.prod(array.shape) for array in load_profile(model).arrays]
     slices = plan(sizes, servers=servers, slice_elems=50_000)

@@ -24,6 +24,7 @@ from foreprop.checkpoints.stored import (
     part_name,
 )
 from foreprop.errors import ConfigError
+from tests.tiers import long_cases
 
 RANKS = 2
 
@@ -74,14 +75,15 @@ def operations(monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
     return disk.done
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["full disk", "power cut"])
+@pytest.mark.parametrize("every", [3, *long_cases(1)])
+@pytest.mark.parametrize("cut", [True, *long_cases(False)], ids=["power cut", "full disk"])
 def test_at_every_operation_the_last_one_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool, every: int
 ) -> None:
     count = operations(monkeypatch, tmp_path / "count")
     assert count > 30
     found = []
-    for at in range(1, count + 1):
+    for at in range(1, count + 1, every):
         folder = tmp_path / str(at)
         save(folder, 100)
         (disk := Disk(at, cut=cut)).stand_for(monkeypatch, stored)
@@ -98,7 +100,7 @@ def test_at_every_operation_the_last_one_can_be_read(
         assert load(folder) == NEXT
         assert [path.name for path in folder.iterdir()] == ["step-000000300"], "leftovers"
     last_old = max(at for at, loaded in enumerate(found) if loaded == OLD)
-    assert found == [OLD] * (last_old + 1) + [NEW] * (count - last_old - 1)
+    assert found == [OLD] * (last_old + 1) + [NEW] * (len(found) - last_old - 1)
     assert NEW in found
 
 

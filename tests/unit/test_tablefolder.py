@@ -15,6 +15,7 @@ from broken_disk import Disk, PowerCut
 from foreprop.errors import ConfigError, StorageError
 from foreprop.tables import folder as tablefolder
 from foreprop.tables.folder import INDEX, TableFolder
+from tests.tiers import long_cases
 
 PARTS = 3
 
@@ -46,12 +47,13 @@ def operations(monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
 OLD, NEW = [100, 101, 102], [200, 201, 202]
 
 
+@pytest.mark.parametrize("every", [3, *long_cases(1)])
 def test_killed_or_without_power_at_every_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     count = operations(monkeypatch, tmp_path / "count")
     found = []
-    for at in range(1, count + 1):
+    for at in range(1, count + 1, every):
         folder = tmp_path / str(at)
         save(folder, 100)
         disk = Disk(at, cut=True)
@@ -66,10 +68,11 @@ def test_killed_or_without_power_at_every_write(
         assert len(list(folder.iterdir())) == PARTS + 1, "leftovers"
     assert count > 20
     last_old = max(at for at, loaded in enumerate(found) if loaded == OLD)
-    assert found == [OLD] * (last_old + 1) + [NEW] * (count - last_old - 1)
+    assert found == [OLD] * (last_old + 1) + [NEW] * (len(found) - last_old - 1)
     assert NEW in found
 
 
+@pytest.mark.long
 def test_a_full_disk_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = operations(monkeypatch, tmp_path / "count")
     for at in range(1, count + 1):

@@ -18,6 +18,7 @@ from foreprop.workload.links import CrossTraffic, LinkRate
 from foreprop.workload.network import Network
 from foreprop.workload.profile import Layer
 from foreprop.workload.unevenness import Draw, Unevenness
+from tests.tiers import long_cases
 
 BYTE_S = 1.0
 """At a rate of 8 bit/s."""
@@ -207,10 +208,16 @@ THREE_NODES = (Slice(0, 0, 1), Slice(0, 1, 1), Slice(0, 2, 1))
         (Case(ONE_EACH, alike(2, 1), (1.0, 0.5)), 11.0),
         # all of 8 s on the wire come between the last layer's gradient and its use
         (Case(TWO_LAYERS, alike(2, 2), (1.0, 1.0)), 11.0),
-        (Case(TWO_LAYERS, alike(2, 2, steps=2), (1.0, 1.0)), 22.0),
+        pytest.param(
+            Case(TWO_LAYERS, alike(2, 2, steps=2), (1.0, 1.0)), 22.0, marks=pytest.mark.long
+        ),
         (Case(THREE_NODES, alike(3, 1), (1.0, 1.0, 1.0)), 7.0),
         # pushes and replies of 2 s each over the slow node's own link of half the rate
-        (Case(THREE_NODES, alike(3, 1, slowed=3.0), (1.0, 1.0, 0.5)), 15.0),
+        pytest.param(
+            Case(THREE_NODES, alike(3, 1, slowed=3.0), (1.0, 1.0, 0.5)),
+            15.0,
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_best_schedule_reaches_the_limit(case: Case, expected_s: float) -> None:
@@ -239,19 +246,19 @@ def cases(draw: st.DrawFn, nodes: int, slices: int, *, steps: int = 1) -> Case:
     return Case(pieces, times, tuple(draw(rates) for _ in range(nodes)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases(2, 3, steps=2))
 def test_no_schedule_of_two_nodes_beats_the_limit(case: Case) -> None:
     assert case.best_s() >= case.limit_s() - 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases(3, 2))
 def test_no_schedule_of_three_nodes_beats_the_limit(case: Case) -> None:
     assert case.best_s() >= case.limit_s() - 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(cases(3, 4, steps=3), st.randoms(use_true_random=False))
 def test_no_order_of_more_slices_and_steps_beats_the_limit(case: Case, chance) -> None:  # type: ignore[no-untyped-def]
     for _ in range(8):
@@ -259,8 +266,8 @@ def test_no_order_of_more_slices_and_steps_beats_the_limit(case: Case, chance) -
         assert case.ends_s(orders) >= case.limit_s() - 1e-9
 
 
-@pytest.mark.parametrize("slowed", [1.5, 2.0, 4.0])
-@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("slowed", [2.0, *long_cases(1.5, 4.0)])
+@pytest.mark.parametrize("nodes", [3, *long_cases(2)])
 def test_small_slices_reach_the_limit_of_a_slow_node(nodes: int, slowed: float) -> None:
     """It pushes all that others own, and sends its own values after that."""
     count = 40 * nodes

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from told import error_of
 
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
@@ -17,50 +19,49 @@ from foreprop.workload.setting import SYSTEMS, LabSetting, usual_compute_s
 SETTING = LabSetting(profile=load_profile("resnet110_cifar"), systems=("p3", "ddp"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"systems": ()}, "there are baseline|there are .*p3"),
-        ({"systems": ("p3", "p4")}, r"systems has 'p4'; there are .*p3.*ddp-tuned.*mxnet-p3"),
-        ({"systems": ("p3@0",)}, "systems has 'p3@0'"),
-        ({"systems": ("p3@many",)}, "systems has 'p3@many'"),
-        ({"systems": ("ddp@100",)}, "systems has 'ddp@100'"),
-        ({"systems": ("p3", "ddp", "p3")}, "systems names one twice: p3, ddp, p3"),
-        ({"systems": ("ring+int8",)}, r"systems has 'ring\+int8'"),
-        ({"systems": ("p3+int9",)}, "compression names the codec 'int9'; there are none, lossless"),
-        ({"systems": ("p3+",)}, "compression is ''"),
-        ({"systems": ("ddp+int8",)}, r"ddp\+int8; after ddp\+ comes .*: fp16, powersgd:RANK"),
-        ({"systems": ("ddp+powersgd:0",)}, r"ddp\+powersgd:0; after"),
-        ({"systems": ("ddp",), "compression": "int9"}, "compression names the codec 'int9'"),
-        ({"compression": "x*=int8"}, r"compression has the pattern 'x\*', which no array of"),
-        ({"nodes": 1}, "nodes is 1; at least 2"),
-        ({"nodes": 65}, "nodes is 65; at most 64"),
-        ({"scale": 0}, "scale is 0; at least 1"),
-        ({"iterations": 0}, "iterations is 0; at least 1"),
-        ({"warm_up": -1}, "warm_up is -1; at least 0"),
-        ({"slice_elems": 0}, "slice_elems is 0; at least 1"),
-        ({"rate_bits_per_s": 1e9, "balance": 1.0}, "rate and balance are both given"),
-        ({"jitter": 1.0}, "jitter is 1.0; it must be at least 0 and below 1"),
-        ({"jitter": -0.1}, "jitter is -0.1"),
-        (
-            {"jitter": 0.2, "systems": ("mxnet-p3",), "mxnet_python": Path("python")},
-            r"jitter is 0\.2; mxnet-\* can only be measured without",
-        ),
-        ({"compute_s": 0.0}, "compute_s is 0.0; it must be positive"),
-        ({"compute_s": -1.0}, "compute_s is -1.0"),
-        ({"compute_s": math.nan}, "compute_s is nan"),
-        ({"compute_s": math.inf}, "compute_s is inf"),
-        ({"rate_bits_per_s": 0.0}, "rate_bits_per_s is 0.0; it must be positive"),
-        ({"rate_bits_per_s": math.inf}, "rate_bits_per_s is inf"),
-        ({"balance": 0.0}, "balance is 0.0; it must be positive"),
-        ({"balance": -2.0}, "balance is -2.0"),
-        ({"systems": ("mxnet-p3",)}, "mxnet_python"),
-        ({"systems": ("p3", "mxnet-kvstore")}, "mxnet_python"),
-    ],
-)
-def test_refuses_and_says_what_is_allowed(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        replace(SETTING, **changes)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"systems": ()}, "there are baseline|there are .*p3"),
+    ({"systems": ("p3", "p4")}, r"systems has 'p4'; there are .*p3.*ddp-tuned.*mxnet-p3"),
+    ({"systems": ("p3@0",)}, "systems has 'p3@0'"),
+    ({"systems": ("p3@many",)}, "systems has 'p3@many'"),
+    ({"systems": ("ddp@100",)}, "systems has 'ddp@100'"),
+    ({"systems": ("p3", "ddp", "p3")}, "systems names one twice: p3, ddp, p3"),
+    ({"systems": ("ring+int8",)}, r"systems has 'ring\+int8'"),
+    ({"systems": ("p3+int9",)}, "compression names the codec 'int9'; there are none, lossless"),
+    ({"systems": ("p3+",)}, "compression is ''"),
+    ({"systems": ("ddp+int8",)}, r"ddp\+int8; after ddp\+ comes .*: fp16, powersgd:RANK"),
+    ({"systems": ("ddp+powersgd:0",)}, r"ddp\+powersgd:0; after"),
+    ({"systems": ("ddp",), "compression": "int9"}, "compression names the codec 'int9'"),
+    ({"compression": "x*=int8"}, r"compression has the pattern 'x\*', which no array of"),
+    ({"nodes": 1}, "nodes is 1; at least 2"),
+    ({"nodes": 65}, "nodes is 65; at most 64"),
+    ({"scale": 0}, "scale is 0; at least 1"),
+    ({"iterations": 0}, "iterations is 0; at least 1"),
+    ({"warm_up": -1}, "warm_up is -1; at least 0"),
+    ({"slice_elems": 0}, "slice_elems is 0; at least 1"),
+    ({"rate_bits_per_s": 1e9, "balance": 1.0}, "rate and balance are both given"),
+    ({"jitter": 1.0}, "jitter is 1.0; it must be at least 0 and below 1"),
+    ({"jitter": -0.1}, "jitter is -0.1"),
+    (
+        {"jitter": 0.2, "systems": ("mxnet-p3",), "mxnet_python": Path("python")},
+        r"jitter is 0\.2; mxnet-\* can only be measured without",
+    ),
+    ({"compute_s": 0.0}, "compute_s is 0.0; it must be positive"),
+    ({"compute_s": -1.0}, "compute_s is -1.0"),
+    ({"compute_s": math.nan}, "compute_s is nan"),
+    ({"compute_s": math.inf}, "compute_s is inf"),
+    ({"rate_bits_per_s": 0.0}, "rate_bits_per_s is 0.0; it must be positive"),
+    ({"rate_bits_per_s": math.inf}, "rate_bits_per_s is inf"),
+    ({"balance": 0.0}, "balance is 0.0; it must be positive"),
+    ({"balance": -2.0}, "balance is -2.0"),
+    ({"systems": ("mxnet-p3",)}, "mxnet_python"),
+    ({"systems": ("p3", "mxnet-kvstore")}, "mxnet_python"),
+]
+
+
+def test_refuses_and_says_what_is_allowed() -> None:
+    for changes, message in WRONG:
+        assert re.search(message, error_of(ConfigError, replace, SETTING, **changes))
 
 
 def test_every_system_can_be_asked_for() -> None:

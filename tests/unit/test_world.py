@@ -27,33 +27,33 @@ class Hanging:
 
     def check(self, keys: list[str]) -> bool:
         self.calls += 1
-        self.back.wait(30)
+        self.back.wait(300)
         return False
 
     set = get = add = delete_key = check
 
 
-def client_of(store: object) -> StoreClient:
+def client_of(store: object, limit_s: float = 60.0) -> StoreClient:
     caller = StoreCaller(store, "10.0.0.1")  # type: ignore[arg-type]
-    caller.limit_s = LIMIT_S
+    caller.limit_s = limit_s
     return StoreClient(store, caller)  # type: ignore[arg-type]
 
 
 @pytest.mark.leaks_ok(reason="the helper thread stays with the process's one store")
 def test_a_store_that_does_not_answer_is_given_up_once() -> None:
     store = Hanging()
-    client = client_of(store)
+    client = client_of(store, LIMIT_S)
     started = time.monotonic()
     with pytest.raises(TransportError, match=r"10\.0\.0\.1.*check has not been answered within"):
         client.check("a")
-    assert LIMIT_S <= time.monotonic() - started < LIMIT_S + 2
+    assert LIMIT_S <= time.monotonic() - started < 60
     for call in (lambda: client.set("a", "b"), lambda: client.maybe_get("a")):
         with pytest.raises(TransportError, match="check has not been answered"):
             call()
-    assert time.monotonic() - started < LIMIT_S + 2
+    assert time.monotonic() - started < 60
     assert store.calls == 1
     store.back.set()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:  # it is used again once it answers
         try:
             assert not client.check("a")
@@ -70,7 +70,7 @@ def test_a_lookup_keeps_its_time() -> None:
     started = time.monotonic()
     with pytest.raises(TransportError, match="rank 1, which waited for rank 0's word, lost the"):
         board.lookup("a", "rank 0's word")
-    assert time.monotonic() - started < LIMIT_S + 2
+    assert time.monotonic() - started < 60
     store.back.set()
 
 
@@ -94,7 +94,7 @@ def test_a_real_store() -> None:
 def test_a_store_that_has_gone_is_an_error_of_ours() -> None:
     host = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     client = client_of(
-        dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=timedelta(seconds=5))
+        dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=timedelta(seconds=60))
     )
     client.set("a", "b")
     del host
@@ -111,8 +111,8 @@ def use_for_a_while(client: StoreClient) -> None:
 def test_what_takes_too_long_is_left_to_itself() -> None:
     done = threading.Event()
     with pytest.raises(TransportError, match=r"meeting took longer than 0\.1 s"):
-        within(0.1, "meeting", lambda: done.wait(10))
+        within(0.1, "meeting", lambda: done.wait(60))
     done.set()
-    assert within(5.0, "meeting", lambda: 7) == 7
+    assert within(60.0, "meeting", lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
-        within(5.0, "meeting", lambda: 1 // 0)
+        within(60.0, "meeting", lambda: 1 // 0)
