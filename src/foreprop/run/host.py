@@ -144,9 +144,10 @@ class Watch:
             self._process.terminate()
 
     def _collect(self) -> None:
-        codes = processes.collect_ended()
-        if self._process.pid in codes and self._code is None:
-            self._code = self._process.returncode = codes[self._process.pid]
+        # Popen itself collects an agent that ended just before a signal was to be sent to it
+        code = processes.collect_ended().get(self._process.pid, self._process.returncode)
+        if code is not None and self._code is None:
+            self._code = self._process.returncode = code
             now = time.monotonic()
             if self._code < 0:  # killed: nobody else ends its workers
                 self._kill_at = now
