@@ -3,14 +3,17 @@
 `ProcessServer` starts an interpreter, and to import torch takes longer than all that a server of a
 small session does. A program that calls `fork_servers`, while it has one thread only, forks
 children that wait. The next servers that it starts are these: real processes, children of the same
-one, with the descriptors, arguments and environment that new ones would have.
+one, with the descriptors, arguments and environment that new ones would have. `fork_ranks` does so
+with ranks.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -75,6 +78,27 @@ def _become_server(asked: socket.socket, before: Callable[[], object]) -> NoRetu
     end_process(code)
 
 
+def fork_ranks(count: int, servers: int) -> None:
+    """Become ``count`` ranks of a machine: returns in each, and never in the process that was.
+
+    For scripts that import for seconds: ranks, and servers of rank 0, share what this process has
+    imported. Of no ranks: nothing happens.
+    """
+    if not count:
+        return
+    assert threading.active_count() == 1, "a fork takes one thread along"
+    gc.freeze()  # or each would look through, and so copy, all of that
+    pids: list[int] = []
+    for rank in range(count):
+        if not (pid := os.fork()):
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            fork_servers(0 if rank else servers)
+            return
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    end_process(int(any(codes)))
+
+
 def end_process(code: int = 0) -> NoReturn:
     """End as an interpreter does, but for taking apart what it shares with what forked it.
 
@@ -124,3 +148,9 @@ class ForkedServer:
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":  # ``FORK_SERVERS``, a script that forks none itself, its arguments
+    fork_servers(int(os.environ.pop("FORK_SERVERS")))
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")

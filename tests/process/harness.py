@@ -25,6 +25,11 @@ from tests.process.train_script import Scenario
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "process" / "train_script.py"
+PATH = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+"""``PYTHONPATH`` of what a test starts: this checkout, whatever is installed."""
+FORKED = ROOT / "tests" / "process" / "forked.py"
+LIMIT_S = 120.0
+"""What ends a test that hangs: how fast the machine is must not matter."""
 STACKS = signal.SIGUSR1
 """Has a forked process write its threads' stacks to its output (`zygote.become`)."""
 
@@ -39,8 +44,7 @@ def environment(mark: str, more: Mapping[str, str]) -> dict[str, str]:
     """For a process of a test: marked, and with nothing of this process's own settings."""
     own = ("FOREPROP_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])  # this checkout, whatever is installed
-    fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    fixed = {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return {**kept, **fixed, "RUN_MARK": mark, **more}
 
 
@@ -104,7 +108,7 @@ class Run:
     def output(self) -> str:
         return "\n".join(path.read_text(errors="replace") for path in self.outputs)
 
-    def wait(self, timeout_s: float, *, but: Sequence[psutil.Process] = ()) -> None:
+    def wait(self, timeout_s: float = LIMIT_S, *, but: Sequence[psutil.Process] = ()) -> None:
         """Until every started process has ended, but for some; fails with all output.
 
         Then the output also says where the threads of each process are.
@@ -147,17 +151,20 @@ class Run:
         found, sessions = [], {process.pid for process in self.started}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                running = process.status() != psutil.STATUS_ZOMBIE
-                marked = process.environ().get("RUN_MARK") == self.mark
-                if running and (marked or os.getsid(process.pid) in sessions):
+                is_ours = os.getsid(process.pid) in sessions
+                if (is_ours or process.environ().get("RUN_MARK") == self.mark) and is_running(
+                    process
+                ):
                     found.append(process)
         return found
 
-    def check_nothing_left(self, within_s: float = 10.0) -> None:
+    def check_nothing_left(self, within_s: float = LIMIT_S / 2) -> None:
         """No process of the run, and no file of ours in the temporary folder."""
         deadline = time.monotonic() + within_s
-        while (left := self.ours()) and time.monotonic() < deadline:
+        left = self.ours()
+        while left and time.monotonic() < deadline:
             time.sleep(0.05)
+            left = [p for p in left if is_running(p)] or self.ours()  # to look at all takes long
         described = [f"{p.pid} {p.status()} {p.cmdline()[:6]}" for p in left]
         assert not left, f"left behind: {described}\n{self.output()}"
         files = [path.name for path in self.temporary.rglob("*foreprop*")]
@@ -169,6 +176,12 @@ class Run:
                 process.kill()
         with contextlib.suppress(TimeoutError):
             self.wait(5)
+
+
+def is_running(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @contextlib.contextmanager
@@ -236,6 +249,21 @@ def workers(
     del store
 
 
+@contextlib.contextmanager
+def forked_ranks(
+    zygote: Zygote, folder: Path, size: int, script: Path, *arguments: str, **more: str
+) -> Iterator[Run]:
+    """A machine's ranks, which the script forks by `tests.process.forked.fork_ranks`."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    told = torchruns_variables(0, store.port, size, size)
+    told |= {"TORCHELASTIC_RUN_ID": "none", "FORK_RANKS": str(size), "RESULTS": str(folder)}
+    with running(folder) as run:
+        variables = environment(run.mark, {**told, "TMPDIR": str(run.temporary), **more})
+        run.start(zygote, variables, script=script, arguments=arguments)
+        yield run
+    del store
+
+
 def torchruns_variables(rank: int, port: int, size: int = 2, local_size: int = 1) -> dict[str, str]:
     """What torchrun would tell a rank whose rendezvous store is at this port of this machine."""
     return {
@@ -250,7 +278,7 @@ def torchruns_variables(rank: int, port: int, size: int = 2, local_size: int = 1
     }
 
 
-def wait_for(condition: Callable[[], object], run: Run, timeout_s: float = 30) -> None:
+def wait_for(condition: Callable[[], object], run: Run, timeout_s: float = LIMIT_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, run.output()

@@ -2,6 +2,7 @@
 
 ``CASES`` are names of functions here, ``RESULTS`` is a folder. Every rank leaves there
 ``rank-N.json``: for each case what both found, by name, and how far their parameters are apart.
+With ``FORK_RANKS`` so many ranks are forked.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from foreprop.integrations.accelerate import ForepropAccelerator
 from foreprop.integrations.trainer import ForepropTrainer
+from tests.process.forked import fork_ranks
 
+fork_ranks(int(os.environ.get("FORK_RANKS", "0")), servers=len(os.environ["CASES"].split()))
 RANK = int(os.environ["RANK"])
 WORDS, LENGTH = 20, 6
 

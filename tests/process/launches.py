@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from foreprop.config.otherhosts import environment_for_hosts
 from foreprop.run.plan import Plan, hosts_here
 from foreprop.run.resources import parse_resources
 from foreprop.run.run import Launcher, Outcome
-from tests.process.harness import ROOT
+from tests.process.harness import PATH, ROOT
 
 SCRIPT = ROOT / "tests" / "process" / "run_script.py"
 FAKE_SSH = ROOT / "tests" / "process" / "fake_ssh.py"
@@ -67,7 +66,7 @@ class Launch:
 
 
 def prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src")]))
+    monkeypatch.setenv("PYTHONPATH", PATH)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     launch = Launch(folder)
     launch.tell_ssh(monkeypatch)

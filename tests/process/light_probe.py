@@ -6,9 +6,12 @@ import shlex
 import sys
 from pathlib import Path
 
+LIGHT_TORCH = "2"
+"""The version that it says it has."""
+
 LIGHT = (
     "import sys, types; sys.modules['torch'] = torch = types.ModuleType('torch');"
-    " torch.__version__ = '2'; import foreprop.doctor.probe as probe"
+    f" torch.__version__ = '{LIGHT_TORCH}'; import foreprop.doctor.probe as probe"
 )
 """A probe that does not spend seconds on loading torch."""
 

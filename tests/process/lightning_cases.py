@@ -1,8 +1,9 @@
 """Trainings in Lightning for the tests: each is run with DDP and with foreprop, in one process.
 
 ``python lightning_cases.py 2 plain clip_norm`` has Lightning start two processes; under torchrun,
-which has started them, the number is the same. Every rank leaves ``rank-N.json`` in ``RESULTS``:
-by case and strategy the losses, the weights and what else the case has to show.
+which has started them, the number is the same. With ``FORK_RANKS`` they are forked. Every rank
+leaves ``rank-N.json`` in ``RESULTS``: by case and strategy the losses, the weights and what else
+the case has to show.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from foreprop.integrations.lightning import ForepropMonitor, ForepropStrategy  # noqa: E402
+from tests.process.forked import fork_ranks  # noqa: E402
 
+fork_ranks(int(os.environ.get("FORK_RANKS", "0")), servers=len(sys.argv[2:]))
 RESULTS = Path(os.environ["RESULTS"])
 RANKS = int(sys.argv[1])
 _TOLD = ("RANK", "SLURM_PROCID", "LOCAL_RANK")

@@ -26,7 +26,7 @@ from foreprop.run.plan import Plan
 from foreprop.run.resources import Host
 from foreprop.workload.network import Network
 from tests.process.detour import Detour
-from tests.process.harness import ROOT, Zygote, running
+from tests.process.harness import PATH, ROOT, Zygote, running
 from tests.process.light_probe import light_python
 from tests.process.train_script import Scenario
 
@@ -161,7 +161,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def box(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src")]))
+    monkeypatch.setenv("PYTHONPATH", PATH)
     return Box(cluster, tmp_path, monkeypatch)
 
 

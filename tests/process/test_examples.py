@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.process.harness import ROOT, Run, Zygote, environment, running
+from tests.process.harness import (
+    FORKED,
+    ROOT,
+    Run,
+    Zygote,
+    environment,
+    running,
+    torchruns_variables,
+)
 from tests.tiers import long_cases
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -21,19 +30,19 @@ def start(
 ) -> None:
     """An example under torchrun; with one rank plainly, as ``python examples/NAME``."""
     script = ROOT / "examples" / name
-    variables = environment(run.mark, {"TMPDIR": str(run.temporary), **more})
+    variables = environment(run.mark, {"TMPDIR": str(run.temporary), "FORK_SERVERS": "0", **more})
     if ranks == 1:
-        run.start(zygote, variables, script=script, arguments=arguments)
+        run.start(zygote, variables, script=FORKED, arguments=[str(script), *arguments])
         return
     options = ["--standalone", "--nproc-per-node", str(ranks)]
     run.start(zygote, variables, script=TORCHRUN, arguments=[*options, str(script), *arguments])
 
 
-def ended(run: Run, ranks: int) -> str:
+def ended(run: Run, ranks: int, programs: int = 1) -> str:
     """The SHA-256 that all ranks print at the end of the example started last."""
     run.wait(200)
-    assert run.codes()[-1] == 0, run.output()
-    told = run.outputs[-1].read_text()
+    assert not any(run.codes()[-programs:]), run.output()
+    told = "".join(path.read_text() for path in run.outputs[-programs:])
     found = re.findall(r"SHA-256 of the weights ([0-9a-f]{64})", told)
     assert len(found) == ranks, run.output()
     assert len(set(found)) == 1, run.output()
@@ -46,14 +55,20 @@ def losses(run: Run) -> list[float]:
 
 @pytest.mark.parametrize("ranks", [2, *long_cases(1)])
 def test_a_transformer_clips_and_accumulates(zygote: Zygote, tmp_path: Path, ranks: int) -> None:
+    """Ranks that are started as torchrun would, or one, plainly."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with running(tmp_path) as run:
-        start(run, zygote, "train_transformer.py", ranks=ranks)
-        ended(run, ranks)
+        for rank in range(ranks):
+            told = torchruns_variables(rank, store.port, ranks, ranks) if ranks > 1 else {}
+            told["FORK_SERVERS"] = str(1 - rank)
+            start(run, zygote, "train_transformer.py", ranks=1, **told)
+        ended(run, ranks, programs=ranks)
         first, *_, last = losses(run)
         assert last < 0.7 * first
         if ranks > 1:
             assert "update=workers: the norm of gradients is taken" in run.output()
         run.check_nothing_left()
+    del store
 
 
 @pytest.mark.long

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.process.harness import ROOT, Zygote, environment, running
-from tests.tiers import long_cases
+from tests.process.harness import ROOT, Run, Zygote, environment, forked_ranks, running
 
 pytest.importorskip("transformers", reason="needs pip install foreprop[huggingface]")
 
@@ -67,10 +66,14 @@ def check_cases(zygote: Zygote, folder: Path, ranks: int, cases: str) -> None:
         run.torchrun(
             zygote, variables, "--standalone", "--nproc-per-node", str(ranks), script=SCRIPT
         )
-        run.wait(500)
-        assert run.codes() == [0], run.output()
-        results = run.results()
-        run.check_nothing_left(within_s=60)
+        check_results(run, ranks, cases)
+
+
+def check_results(run: Run, ranks: int, cases: str) -> None:
+    run.wait(500)
+    assert run.codes() == [0], run.output()
+    results = run.results()
+    run.check_nothing_left()
     assert sorted(results) == list(range(ranks))
     for result in results.values():
         assert list(result) == cases.split()
@@ -97,9 +100,15 @@ def check_more(results: dict[str, Any]) -> None:
             assert 0 <= line["foreprop/waiting_share"] <= line["foreprop/waiting_share_max"] <= 1
 
 
-@pytest.mark.parametrize("ranks", [2, *long_cases(3)])
-def test_the_ordinary_loop_of_each(zygote: Zygote, tmp_path: Path, ranks: int) -> None:
-    check_cases(zygote, tmp_path, ranks, {2: ORDINARY, 3: OF_THREE}[ranks])
+def test_the_ordinary_loop_of_each(zygote: Zygote, tmp_path: Path) -> None:
+    more = {"CASES": ORDINARY, "HF_HUB_OFFLINE": "1"}
+    with forked_ranks(zygote, tmp_path, 2, SCRIPT, **more) as run:
+        check_results(run, 2, ORDINARY)
+
+
+@pytest.mark.long
+def test_three_ranks(zygote: Zygote, tmp_path: Path) -> None:
+    check_cases(zygote, tmp_path, 3, OF_THREE)
 
 
 @pytest.mark.long

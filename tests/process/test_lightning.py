@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.process.harness import ROOT, Run, Zygote, environment, running
+from tests.process.harness import ROOT, Run, Zygote, environment, forked_ranks, running
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-LONG = pytest.mark.long
 
 CASES = ROOT / "tests" / "process" / "lightning_cases.py"
 WAIT_S = 500
@@ -62,13 +61,21 @@ def differ(found: Any, expected: Any, where: str = "") -> str:
     return "" if alike else f"{where} is {found}, not {expected}"
 
 
+def test_a_training_that_clips_is_ddps(zygote: Zygote, tmp_path: Path) -> None:
+    """In ranks that Lightning finds started, as by torchrun."""
+    with forked_ranks(zygote, tmp_path, 2, CASES, "2", "clip_norm") as run:
+        run.wait()
+        assert run.codes() == [0], run.output()
+        check_alike(run, 2, "clip_norm")
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, ["clip_norm"]),
-        pytest.param(2, USUAL.split(), marks=LONG),
-        pytest.param(2, UNUSUAL.split(), marks=LONG),
-        pytest.param(3, ["plain", "clip_norm", "accumulated", "rivals", "fabric"], marks=LONG),
+        (2, ["clip_norm", *USUAL.split()]),
+        (2, UNUSUAL.split()),
+        (3, ["plain", "clip_norm", "accumulated", "rivals", "fabric"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
 )

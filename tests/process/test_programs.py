@@ -12,7 +12,7 @@ from tests.programs.examine import Examination
 from tests.programs.own import REDUCED, SOURCES, TINY, WRAPPED
 from tests.programs.program import after
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -30,7 +30,6 @@ def test_a_program_with_two_lines_has_ddps_bits(examination: Examination) -> Non
     assert not examination.failed
 
 
-@pytest.mark.long
 def test_what_a_program_says_when_it_fails_is_told(examination: Examination) -> None:
     wrong = after("loader = torch.utils", "foreprop.parallelize(model, 'SGD')")
     examination.run(dataclasses.replace(TINY, foreprop=[wrong]), 2)
@@ -40,7 +39,6 @@ def test_what_a_program_says_when_it_fails_is_told(examination: Examination) -> 
     assert examination.failed == [found]
 
 
-@pytest.mark.long
 def test_ddp_left_in_has_ddps_bits(examination: Examination) -> None:
     """Given to `parallelize`, used around the model that was given, and made afterwards."""
     examination.run(WRAPPED, 2)
@@ -48,7 +46,6 @@ def test_ddp_left_in_has_ddps_bits(examination: Examination) -> None:
     assert found.verdict == EQUAL, found
 
 
-@pytest.mark.long
 def test_a_script_that_averages_its_gradients_itself(examination: Examination) -> None:
     """The average of averages is the average, however all_reduce is given it."""
     examination.run(REDUCED, 2)

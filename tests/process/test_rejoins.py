@@ -24,7 +24,7 @@ from tests.process.elastic_script import by_arithmetic
 from tests.process.harness import ROOT
 from tests.process.launches import LOCAL, Launch, prepared
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 ADDRESSES = "127.0.0.9:1,[::1]:2"
 A, B, C = "127.0.0.1", "198.51.100.1", "198.51.100.2"

@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,12 +25,13 @@ from foreprop.run.records import START, Ready, decode
 from foreprop.run.restarts import Restarts
 from foreprop.run.run import Launcher, Outcome
 from tests.process.elastic_script import Plan as ElasticPlan
-from tests.process.harness import ROOT, Run, Zygote, running, wait_for
+from tests.process.harness import LIMIT_S, ROOT, Run, Zygote, running, wait_for
+from tests.process.harness import SCRIPT as TRAIN
 from tests.process.launches import FAKE_SSH, LOCAL, REMOTE, SCRIPT, Launch, prepared
 from tests.process.train_script import Scenario
 from tests.tiers import long_cases
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -61,35 +61,35 @@ def test_every_line_has_its_rank(launch: Launch) -> None:
 
 
 # How it ends.
-@pytest.mark.parametrize("hosts", [LOCAL, REMOTE], ids=["local", "remote"])
+@pytest.mark.parametrize("hosts", [LOCAL, *long_cases(REMOTE)], ids=["local", "remote"])
 def test_one_failure_ends_all_and_its_code_is_passed_on(launch: Launch, hosts: str) -> None:
     mark = str(launch.folder / "mark")
     first, second = hosts.split()
     actions = ("0:touch=" + mark, "0:sleep=600", "1:wait=" + mark, "1:exit=7")
-    started_s = time.monotonic()
     outcome = launch.run(hosts, *actions)
     assert outcome == Outcome(7, f"rank 1 on {second} ended with exit code 7")
-    assert time.monotonic() - started_s < 60
     assert launch.logins() == ([first, second] if hosts == REMOTE else [])
 
 
+@pytest.mark.long
 def test_the_first_failure_is_named_not_what_follows(launch: Launch) -> None:
     """Rank 1 fails because rank 0 did, while torchrun still waits for its stubborn neighbour."""
     mark = str(launch.folder / "mark")
     outcome = launch.run(
         "127.0.0.1 workers=2\n127.0.0.2\n",
-        *("1:stubborn=600", "0:kill=9", "2:sleep=1", "2:exit=3"),
-        f"all:touch={mark}",
+        *("1:stubborn=600", f"0:touch={mark}", "0:kill=9"),
+        *(f"2:wait={mark}", "2:sleep=1", "2:exit=3"),
         grace_s=2.0,
     )
     assert outcome == Outcome(137, "rank 0 on 127.0.0.1 was killed by SIGKILL")
 
 
+@pytest.mark.long
 def test_who_has_lost_another_one_is_not_the_first(launch: Launch) -> None:
     """Rank 0 has failed, and takes longer to end than rank 1, which has heard of that."""
     mark = str(launch.folder / "mark")
     actions = ("1:lost=rank 0", f"1:touch={mark}", "1:exit=3")
-    outcome = launch.run(LOCAL, *actions, "0:wait=" + mark, "0:sleep=1", "0:exit=7")
+    outcome = launch.run(LOCAL, *actions, "0:wait=" + mark, "0:sleep=1", "0:exit=7", grace_s=60.0)
     assert outcome == Outcome(7, "rank 0 on 127.0.0.1 ended with exit code 7")
 
 
@@ -133,6 +133,7 @@ with foreprop.parallelize(model, optimizer, step_timeout_s=20):
 """
 
 
+@pytest.mark.long
 def test_the_child_of_a_worker_is_ended_too(launch: Launch) -> None:
     """The plugin that looks for processes left behind would find it."""
     assert launch.run("127.0.0.1", "0:child=600", grace_s=1.0) == Outcome(0)
@@ -206,6 +207,7 @@ def test_an_error_that_repeats_at_its_step_ends_it(launch: Launch) -> None:
     assert said == [f"{ended}; restart 1 of 5"]
 
 
+@pytest.mark.long
 def test_an_elastic_run_goes_on_without_a_host_that_fails(launch: Launch) -> None:
     said: list[str] = []
     mark = str(launch.folder / "mark")
@@ -263,6 +265,7 @@ def test_an_elastic_training_goes_on_without_a_host(launch: Launch, dies: int) -
     assert len({result["sha256"] for result in results}) == 1
 
 
+@pytest.mark.long
 def test_a_script_that_is_not_there(launch: Launch) -> None:
     outcome = launch.run(LOCAL, script=("none.py",))
     assert outcome.code == 2
@@ -291,10 +294,9 @@ def start(
 
 def test_it_trains(zygote: Zygote, tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        start(
-            zygote, run, "127.0.0.1\n198.51.100.2\n", ROOT / "tests" / "process" / "train_script.py"
-        )
-        run.wait(80)
+        hosts = "127.0.0.1\n198.51.100.2\n"
+        start(zygote, run, hosts, TRAIN, FORK_SERVERS="1")
+        run.wait()
         assert run.codes() == [0], run.output()
         assert len({result["sha256"] for result in run.results().values()}) == 1
         assert sorted(run.results()) == [0, 1]
@@ -310,7 +312,7 @@ def test_a_signal_ends_all(zygote: Zygote, tmp_path: Path, number: signal.Signal
         launcher = start(zygote, run, "127.0.0.1\n198.51.100.2\n", SCRIPT, "all:sleep=600")
         wait_for(lambda: run.output().count(" of 2 in ") == 2, run)
         os.killpg(launcher.pid, number)
-        run.wait(30)
+        run.wait()
         assert run.codes() == [128 + number], run.output()
         assert f"foreprop run: ended by {number.name}" in run.output()
         assert "Traceback" not in run.output()
@@ -325,11 +327,12 @@ def test_a_killed_launcher_leaves_nothing(zygote: Zygote, tmp_path: Path) -> Non
         wait_for(lambda: run.output().count(" of 2 in ") == 2, run)
         wait_for(lambda: sum(p.name() == "sleep" for p in run.ours()) == 2, run)
         launcher.send_signal(signal.SIGKILL)
-        run.wait(10)
+        run.wait()
         assert run.codes() == [-signal.SIGKILL]
-        run.check_nothing_left(within_s=20)
+        run.check_nothing_left()
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_waits_for_no_one(zygote: Zygote, tmp_path: Path) -> None:
     with running(tmp_path) as run:
         file = run.folder / "ready"
@@ -339,24 +342,26 @@ def test_a_second_ctrl_c_waits_for_no_one(zygote: Zygote, tmp_path: Path) -> Non
         launcher.send_signal(signal.SIGINT)
         wait_for(lambda: "shutting down workers" in run.output(), run)
         launcher.send_signal(signal.SIGINT)
-        run.wait(20)
+        run.wait()
         assert run.codes() == [130]
         run.check_nothing_left()
 
 
-@pytest.mark.parametrize("program", ["host", *long_cases("agent")])
+@pytest.mark.long
+@pytest.mark.parametrize("program", ["host", "agent"])
 def test_a_killed_program_of_a_host_ends_all(zygote: Zygote, tmp_path: Path, program: str) -> None:
     with running(tmp_path) as run:
         start(zygote, run, LOCAL, SCRIPT, "all:sleep=600")
         wait_for(lambda: run.output().count(" of 2 in ") == 2, run)
         one_of(run.ours(), f"foreprop.run.{program}").kill()
-        run.wait(30)
+        run.wait()
         assert run.codes() == [1], run.output()
         how = r"torchrun on 127\.0\.0\.[12] (was killed by SIGKILL|ended with exit code 137)"
         assert re.search(rf"foreprop run: {how} before its workers", run.output())
         run.check_nothing_left()
 
 
+@pytest.mark.long
 def test_a_silent_launcher_counts_as_gone(launch: Launch) -> None:
     """A host whose connection is frozen hears nothing, not even an end of its input."""
     plan = launch.plan("127.0.0.1", "all:sleep=600")
@@ -372,7 +377,7 @@ def test_a_silent_launcher_counts_as_gone(launch: Launch) -> None:
         assert isinstance(ready, Ready)
         host.stdin.write(START + b" %d %s\n" % (ready.port, b"5e" * 32))
         host.stdin.flush()
-        assert host.wait(30) != 0
+        assert host.wait(LIMIT_S) != 0
 
 
 def one_of(processes: Sequence[psutil.Process], module: str) -> psutil.Process:

@@ -15,10 +15,20 @@ from typer.testing import CliRunner
 from foreprop.cli.main import app
 from foreprop.cli.server import endpoint
 from foreprop.errors import ConfigError
-from tests.process.harness import ROOT, Zygote, free_port, running, wait_for
+from tests.process.harness import (
+    ROOT,
+    Zygote,
+    free_port,
+    running,
+    torchruns_variables,
+    wait_for,
+)
 from tests.process.train_script import Scenario
+from tests.tiers import long_cases
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+DEDICATED = ROOT / "tests" / "process" / "dedicated_script.py"
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 
 def test_help_has_every_option_and_its_unit() -> None:
@@ -47,7 +57,7 @@ def test_no_rendezvous_in_time(zygote: Zygote, tmp_path: Path) -> None:
     with running(tmp_path) as run:
         arguments = ("server", "--rendezvous", f"127.0.0.1:{port}", "--wait", "0.3")
         run.foreprop(zygote, run.environment(Scenario()), *arguments)
-        run.wait(20)
+        run.wait()
         assert run.codes() == [1]
         expected = f"no workers' rendezvous at 127.0.0.1:{port} within 0.3 s"
         assert expected in run.output()
@@ -55,7 +65,7 @@ def test_no_rendezvous_in_time(zygote: Zygote, tmp_path: Path) -> None:
         run.check_nothing_left()
 
 
-@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize("meets", [True, *long_cases(False)])
 def test_ctrl_c(zygote: Zygote, tmp_path: Path, meets: bool) -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if meets else None
     port = store.port if store is not None else free_port()
@@ -65,7 +75,7 @@ def test_ctrl_c(zygote: Zygote, tmp_path: Path, meets: bool) -> None:
         said = "met the workers' rendezvous" if meets else "waits for the workers' rendezvous"
         wait_for(lambda: said in run.output(), run)
         os.killpg(command.pid, signal.SIGINT)
-        run.wait(60)
+        run.wait()
         assert run.codes() == [130], run.output()
         assert "Traceback" not in run.output()
         run.check_nothing_left()
@@ -79,9 +89,30 @@ def test_a_run_that_needs_no_server(zygote: Zygote, tmp_path: Path) -> None:
         run.foreprop(zygote, run.environment(Scenario()), *arguments)
         wait_for(lambda: "met the workers' rendezvous" in run.output(), run)
         del store
-        run.wait(10)
+        run.wait()
         assert run.codes() == [1]
         assert "ended without asking this command for a server" in run.output()
+        run.check_nothing_left()
+
+
+def test_it_serves_a_training(zygote: Zygote, tmp_path: Path) -> None:
+    """Which is started as by torchrun; the servers are forked."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    scenario = Scenario(settings={"dedicated_servers": 2, "link_rate_bits_per_s": 1e9})
+    arguments = ("server", "--rendezvous", f"127.0.0.1:{store.port}", "--count", "2")
+    with running(tmp_path) as run:
+        variables = run.environment(scenario)
+        command = run.start(zygote, variables, script=DEDICATED, arguments=arguments)
+        for rank in range(2):
+            told = torchruns_variables(rank, store.port, local_size=2)
+            run.start(zygote, run.environment(scenario, **told))
+        run.wait(but=[command])
+        del store
+        run.wait()
+        assert run.codes() == [0, 0, 0], run.output()
+        assert len({result["sha256"] for result in run.results().values()}) == 1
+        assert "2 server(s) dedicated" in run.output()
+        assert run.output().count(" is done") == 2
         run.check_nothing_left()
 
 
@@ -97,7 +128,7 @@ def test_the_example_with_dedicated_servers(zygote: Zygote, tmp_path: Path) -> N
         example = ROOT / "examples" / "dedicated_servers.py"
         options = ("--nproc-per-node", "2", "--master-port", port)
         run.torchrun(zygote, variables, *options, script=example)
-        run.wait(50)
+        run.wait()
         assert run.codes() == [0, 0], run.output()
         sums: Any = re.findall(r"rank \d: SHA-256 of the weights ([0-9a-f]{64})", run.output())
         assert len(sums) == 2

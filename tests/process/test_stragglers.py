@@ -17,6 +17,7 @@ SLOW_S = 0.1
 """Steps take a few milliseconds otherwise, and on a loaded machine several times that."""
 
 
+@pytest.mark.long
 def test_a_slow_rank_is_named_until_it_is_as_fast_as_the_others(
     zygote: Zygote, tmp_path: Path
 ) -> None:

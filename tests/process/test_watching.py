@@ -15,7 +15,7 @@ from foreprop.report.tracefile import read_folder, read_trace
 from tests.process.harness import Zygote, wait_for, workers
 from tests.process.train_script import Scenario
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 STEPS = 8
 
@@ -31,8 +31,8 @@ def watched(folder: Path, **more: object) -> Scenario:
 
 
 def test_a_run_is_logged_watched_and_reported(zygote: Zygote, tmp_path: Path) -> None:
-    with workers(zygote, tmp_path, 2, watched(tmp_path)) as run:
-        run.wait(120)
+    with workers(zygote, tmp_path, 2, watched(tmp_path), fork=1) as run:
+        run.wait()
         assert run.codes() == [0, 0], run.output()
         told = [line for line in run.outputs[0].read_text().splitlines() if ": step " in line]
         assert [line.partition(" steps/s")[1] for line in told] == [" steps/s"] * 2, run.output()
@@ -66,7 +66,7 @@ def test_a_run_is_logged_watched_and_reported(zygote: Zygote, tmp_path: Path) ->
 @pytest.mark.long
 def test_the_trace_of_a_rank_that_was_killed_is_there(zygote: Zygote, tmp_path: Path) -> None:
     scenario = watched(tmp_path, linger_s={"0": 100.0, "1": 100.0})
-    with workers(zygote, tmp_path, 2, scenario) as run:
+    with workers(zygote, tmp_path, 2, scenario, fork=1) as run:
 
         def recorded() -> bool:
             files = list((tmp_path / "trace").glob("worker-1.*.trace.json"))
@@ -75,7 +75,7 @@ def test_the_trace_of_a_rank_that_was_killed_is_there(zygote: Zygote, tmp_path: 
         def last_step(path: Path) -> bool:
             return f'"step":{STEPS},'.encode() in path.read_bytes()
 
-        wait_for(recorded, run, timeout_s=100)
+        wait_for(recorded, run)
         run.started[1].kill()
         (path,) = (tmp_path / "trace").glob("worker-1.*.trace.json")
         found = read_trace(path)
@@ -85,8 +85,8 @@ def test_the_trace_of_a_rank_that_was_killed_is_there(zygote: Zygote, tmp_path: 
 
 @pytest.mark.long
 def test_errors_are_left_in_the_folder_by_every_rank(zygote: Zygote, tmp_path: Path) -> None:
-    with workers(zygote, tmp_path, 2, watched(tmp_path, raise_at={"1": 5})) as run:
-        run.wait(120)
+    with workers(zygote, tmp_path, 2, watched(tmp_path, raise_at={"1": 5}), fork=1) as run:
+        run.wait()
         first, second = read_statuses(tmp_path / "watch")
     assert (second.state, second.step) == ("failed", 4)
     assert second.error == "ValueError: the data are odd"

@@ -6,6 +6,11 @@
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # while torch is imported: it would look through all of that again and again
+
 import hashlib
 import json
 import os
@@ -125,5 +130,8 @@ def batches(loader: Any) -> Any:
 
 
 if __name__ == "__main__":
+    assert foreprop.parallelize  # is loaded at its first use
+    gc.freeze()
+    gc.enable()
     fork_servers(int(os.environ.get("FORK_SERVERS", "0")))
     main()

@@ -7,9 +7,13 @@ Reads requests from standard input, one JSON object per line (``script``, ``envi
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # while torch is imported: it would look through all of that again and again
+
 import ctypes
 import faulthandler
-import gc
 import importlib
 import json
 import os
@@ -88,6 +92,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     load()
     gc.freeze()  # else each process would look through torch's objects, at the latest as it ends
+    gc.enable()
     wanted = serve()
     if wanted is not None:
         runpy.run_path(become(wanted), run_name="__main__")
