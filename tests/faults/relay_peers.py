@@ -82,5 +82,5 @@ def node(manifest: Manifest = MANIFEST) -> Iterator[Node]:
         for client in (*made.workers, made.server):
             client.close()
         relay.cancel()
-        thread.join(15)
+        thread.join(60)
         assert not thread.is_alive(), "the relay hangs"

@@ -43,8 +43,6 @@ from tests.faults.wire_peers import (
 )
 from tests.secretfile import secret_file
 
-pytestmark = pytest.mark.timeout(600)
-
 MOST_NEW_BYTES = 256 * 2**20
 """That all examples of a test may add to this process, with what torch loads in the first."""
 
@@ -207,13 +205,19 @@ def fuzz(examples: int) -> Callable[[Any], Any]:
     )
 
 
-SHORT, LONG = 20, 100
+class Part(NamedTuple):
+    names: Sequence[str]
+    """Of states, manifests or members: each example draws one."""
+    examples: int
 
 
-def tiers(test: Callable[[int], None]) -> Any:
-    """A few examples after every change, and many of the others' turn."""
-    long = pytest.param(LONG, marks=[pytest.mark.long, pytest.mark.timeout(600)])
-    return pytest.mark.parametrize("examples", [SHORT, long])(test)
+def tiers(*names: str) -> Any:
+    """A few examples of any of them after every change, and many of each when time is there."""
+    alone = [
+        pytest.param(Part([name], 100), id=name, marks=[pytest.mark.long, pytest.mark.timeout(600)])
+        for name in names or ["only"]
+    ]
+    return pytest.mark.parametrize("part", [pytest.param(Part(names, 15), id="any"), *alone])
 
 
 # Strangers.
@@ -233,38 +237,46 @@ def authenticated(running: Session, client: Client) -> None:
     client.authenticate(running.secret_file)
 
 
-@pytest.mark.parametrize("state", STATES)
-@tiers
+@tiers(*STATES)
 def test_nothing_that_is_said_before_a_greeting_touches_a_session(
-    examples: int, state: str, tmp_path: Path
+    part: Part, tmp_path: Path
 ) -> None:
-    with_secret, begun, arrive = STATES[state]
-    changes = {"secret_file": secret_file(tmp_path)} if with_secret else {}
-    with session(joined=begun, **changes) as running:
+    file = secret_file(tmp_path)
+    with contextlib.ExitStack() as stack:
+        sessions = {
+            state: stack.enter_context(session(joined=STATES[state][1], secret_file=secret))
+            for state in part.names
+            for secret in [file if STATES[state][0] else None]
+        }
 
-        @fuzz(examples)
-        @given(frames=st.lists(FRAMES.filter(lambda each: each.kind != Kind.HELLO), min_size=1))
-        def check(frames: list[Said]) -> None:
-            client = Client(running.port, 1)
-            arrive(running, client)
+        @fuzz(part.examples)
+        @given(
+            state=st.sampled_from(part.names),
+            frames=st.lists(FRAMES.filter(lambda each: each.kind != Kind.HELLO), min_size=1),
+        )
+        def check(state: str, frames: list[Said]) -> None:
+            _, begun, arrive = STATES[state]
+            client = Client(sessions[state].port, 1)
+            arrive(sessions[state], client)
             say(client, frames)
             client.expect_closed()
             client.close()
             if begun:
-                running.make_a_step()
+                sessions[state].make_a_step()
 
         check()
-        if not begun:
-            running.join()
-        running.make_a_step()
-        running.say_goodbye()
+        for state, running in sessions.items():
+            if not STATES[state][1]:
+                running.join()
+            running.make_a_step()
+            running.say_goodbye()
 
 
-@tiers
-def test_whatever_a_stranger_says_who_has_greeted_the_true_worker_joins(examples: int) -> None:
+@tiers()
+def test_whatever_a_stranger_says_who_has_greeted_the_true_worker_joins(part: Part) -> None:
     """It knows the session's id; only that it has failed would be believed, without a secret."""
 
-    @fuzz(examples)
+    @fuzz(part.examples)
     @given(frames=st.lists(FRAMES.filter(lambda each: each.kind != Kind.FAILURE), min_size=1))
     def check(frames: list[Said]) -> None:
         with session(joined=False) as running:
@@ -325,18 +337,19 @@ def check_told(failure: Failure | None, who: str, frames: Sequence[Said]) -> Non
     assert who in failure.message or left or reported, (failure, frames)
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
-@tiers
-def test_whatever_a_rank_says_ends_the_session_with_its_name(examples: int, name: str) -> None:
-    manifest = MANIFESTS[name]
-
-    @fuzz(examples)
-    @given(rank=st.sampled_from([0, 1, 1]), frames=st.lists(FRAMES, min_size=1, max_size=8))
-    def check(rank: int, frames: list[Said]) -> None:
+@tiers(*MANIFESTS)
+def test_whatever_a_rank_says_ends_the_session_with_its_name(part: Part) -> None:
+    @fuzz(part.examples)
+    @given(
+        name=st.sampled_from(part.names),
+        rank=st.sampled_from([0, 1, 1]),
+        frames=st.lists(FRAMES, min_size=1, max_size=8),
+    )
+    def check(name: str, rank: int, frames: list[Said]) -> None:
         with session(joined=False, join_timeout_s=10.0, step_timeout_s=5.0) as running:
             workers = [running.stranger(each) for each in (0, 1)]
             for worker in workers:
-                worker.hello(manifest)
+                worker.hello(MANIFESTS[name])
             for worker in workers:
                 worker.expect(Kind.WELCOME)
             say(workers[rank], frames)
@@ -400,20 +413,23 @@ MEMBERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MEMBERS)
-@tiers
-def test_whatever_a_member_says_is_no_error_of_ours(examples: int, name: str) -> None:
+@tiers(*MEMBERS)
+def test_whatever_a_member_says_is_no_error_of_ours(part: Part) -> None:
     """It may go alone, or end the session by name; nobody waits, and nothing breaks."""
     with_momentum = OptimizerInfo(name="SGD", groups=({**GROUP, "momentum": 0.9},))
-    manifest = msgspec.structs.replace(
-        with_knobs(**MEMBERS[name]), world_size=WORLD, optimizer=with_momentum
-    )
-    stands_in = STAND_IN if name == "a substitute" else None
-    ranks = range(WORLD) if stands_in is None else STAND_IN.members
 
-    @fuzz(examples)
-    @given(place=st.integers(0, 1), frames=st.lists(member_frame(), min_size=1, max_size=8))
-    def check(place: int, frames: list[Said]) -> None:
+    @fuzz(part.examples)
+    @given(
+        name=st.sampled_from(part.names),
+        place=st.integers(0, 1),
+        frames=st.lists(member_frame(), min_size=1, max_size=8),
+    )
+    def check(name: str, place: int, frames: list[Said]) -> None:
+        manifest = msgspec.structs.replace(
+            with_knobs(**MEMBERS[name]), world_size=WORLD, optimizer=with_momentum
+        )
+        stands_in = STAND_IN if name == "a substitute" else None
+        ranks = range(WORLD) if stands_in is None else STAND_IN.members
         made: dict[str, Any] = {"join_timeout_s": 10.0, "step_timeout_s": 5.0}
         composer = ServerComposer(substitution=stands_in)
         with session(joined=False, composer=composer, **made) as running:
@@ -440,9 +456,9 @@ def step_until_it_fails(made: WorkerEngine) -> None:
         made.push(0, step + 1)
 
 
-@tiers
-def test_whatever_a_server_says_is_an_error_that_names_it(examples: int) -> None:
-    @fuzz(examples)
+@tiers()
+def test_whatever_a_server_says_is_an_error_that_names_it(part: Part) -> None:
+    @fuzz(part.examples)
     @given(frames=st.lists(FRAMES, min_size=1, max_size=8))
     def check(frames: list[Said]) -> None:
         with engine() as (made, (fake,)):
@@ -456,18 +472,17 @@ def test_whatever_a_server_says_is_an_error_that_names_it(examples: int) -> None
     check()
 
 
-@pytest.mark.parametrize("who", ["rank 2", "server 0"])
-@tiers
-def test_whatever_is_said_to_a_relay_ends_the_session_with_a_name(examples: int, who: str) -> None:
-    @fuzz(examples)
-    @given(frames=st.lists(FRAMES, min_size=1, max_size=8))
-    def check(frames: list[Said]) -> None:
+@tiers("rank 2", "server 0")
+def test_whatever_is_said_to_a_relay_ends_the_session_with_a_name(part: Part) -> None:
+    @fuzz(part.examples)
+    @given(who=st.sampled_from(part.names), frames=st.lists(FRAMES, min_size=1, max_size=8))
+    def check(who: str, frames: list[Said]) -> None:
         with node() as running:
             said_by = running.server if who == "server 0" else running.workers[0]
             say(said_by, frames)
             if any(each.kind == Kind.BYE for each in frames):
                 running.workers[1].close()
-            running.ended.wait(10)
+            running.ended.wait(60)
         assert running.failures, frames
         check_told(running.failures[0], who, frames)
 

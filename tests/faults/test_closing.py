@@ -18,15 +18,15 @@ from foreprop.cluster.world import World
 from foreprop.errors import StepTimeout
 from tests.cluster import run_cluster
 from tests.faults.faults import EventInjector
+from tests.faults.lost_peers import Soon
 from tests.process.harness import Zygote, workers
 from tests.process.train_script import Scenario
-
-pytestmark = pytest.mark.timeout(60)
+from tests.tiers import long_cases
 
 TIMEOUT_S = 2.0
 MARGIN_S = 4.0
-LONGER_S = 5.0
-"""Of processes."""
+BUSY_S, LONGER_S = 3.0, 5.0
+"""Beside other programs; and of processes."""
 
 
 def train(world: World, steps: int = 2, **settings: Any) -> foreprop.Session:
@@ -50,14 +50,20 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_that_does_not_close_is_named(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "timeout_s"),
+    [
+        *[(layout, BUSY_S) for layout in ("relays", "ring")],
+        *[pytest.param(layout, TIMEOUT_S, marks=pytest.mark.long) for layout in LAYOUTS],
+    ],
+)
+def test_a_rank_that_does_not_close_is_named(layout: str, timeout_s: float, soon: Soon) -> None:
     """It trains as the others do, and then does something else."""
     settings, local_size = LAYOUTS[layout]
-    settings = {**settings, "step_timeout_s": TIMEOUT_S, "stall_report_s": 0.5}
+    settings = {**settings, "step_timeout_s": timeout_s, "stall_report_s": 0.5}
     if layout == "ring":
         settings["sparse_reduction"] = None
-    raised = threading.Barrier(3, timeout=30)
+    raised = threading.Barrier(3, timeout=60)
 
     def work(world: World) -> tuple[str, float]:
         session = train(world, **settings) if layout != "ring" else dense(world, **settings)
@@ -78,7 +84,7 @@ def test_a_rank_that_does_not_close_is_named(layout: str) -> None:
     for text, took_s in (results[0], results[2]):
         assert re.search(r"rank 1\b|ranks 0, 1\)|ranks 1\b", text), text
         assert "step_timeout_s" in text
-        assert took_s < TIMEOUT_S + MARGIN_S
+        assert soon(took_s, TIMEOUT_S + MARGIN_S)
 
 
 def dense(world: World, **settings: Any) -> foreprop.Session:
@@ -114,18 +120,18 @@ def test_a_rank_that_is_stopped_after_its_last_push(
     )
     with workers(zygote, tmp_path, 3, told, local_size=3, fork=int(architecture == "p2p")) as run:
         stopped = run.started[1]
-        run.wait(80, but=[stopped])
+        run.wait(but=[stopped])
         fault = injector.only_fault(run)
         assert time.monotonic() - fault["at_s"] < LONGER_S + 2 * MARGIN_S
         assert re.search(r"rank 1\b", run.output()), run.output()
         assert "step_timeout_s" in run.output()
         stopped.kill()
-        run.wait(10)
+        run.wait()
         run.check_nothing_left()
 
 
-@pytest.mark.parametrize("architecture", ["p2p", "ring", "hybrid"])
-def test_two_sessions_closed_in_opposite_orders(architecture: str) -> None:
+@pytest.mark.parametrize("architecture", ["hybrid", *long_cases("p2p", "ring")])
+def test_two_sessions_closed_in_opposite_orders(architecture: str, soon: Soon) -> None:
     def work(world: World) -> float:
         make = dense if architecture == "ring" else train
         sessions = [make(world, architecture=architecture) for _ in range(2)]
@@ -137,15 +143,15 @@ def test_two_sessions_closed_in_opposite_orders(architecture: str) -> None:
         return time.monotonic() - started
 
     for took_s in run_cluster(2, work):
-        assert took_s < 5.0
+        assert soon(took_s, 5.0)
 
 
 def test_a_session_closed_with_another_open_still_names_who_does_not_come() -> None:
     """The last `close()` says what became of the first."""
-    raised = threading.Barrier(2, timeout=30)
+    raised = threading.Barrier(2, timeout=60)
 
     def work(world: World) -> str:
-        settings = {"step_timeout_s": TIMEOUT_S}
+        settings = {"step_timeout_s": BUSY_S}
         first, second = (dense(world, **settings) for _ in range(2))
         first.flush()
         second.flush()

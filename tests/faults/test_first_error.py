@@ -15,8 +15,6 @@ from foreprop.cluster.world import World
 from foreprop.errors import ForepropError, StepTimeout, StorageError
 from tests.cluster import run_cluster, worlds
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def started(world: World, *, fails: bool = True, **settings: Any) -> foreprop.Session:
     """A session that has made a step, and whose `close()` fails."""
@@ -56,7 +54,7 @@ def test_close_in_a_finally_leaves_the_first_error(capfd: pytest.CaptureFixture[
 
 
 def test_the_others_are_told_the_first_error() -> None:
-    begun = threading.Barrier(2, timeout=30)
+    begun = threading.Barrier(2, timeout=60)
 
     def work(world: World) -> str:
         if world.rank == 0:

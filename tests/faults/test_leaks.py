@@ -2,116 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-import foreprop
 from foreprop.cluster.world import World
-from foreprop.errors import ForepropError, HandshakeError
-from foreprop.servers.processes import ProcessServer
-from tests.cluster import run_cluster
-from tests.leaks import Snapshot, wait_for_leaks
-
-pytestmark = pytest.mark.timeout(60)
-
-
-def train(world: World, steps: int = 3, **settings: Any) -> foreprop.Session:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = foreprop.parallelize(model, optimizer, world=world, **settings)
-    try:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(torch.randn(3, 4)).sum().backward()
-            optimizer.step()
-    except ForepropError:
-        with contextlib.suppress(ForepropError):
-            session.close()
-        raise
-    return session
-
-
-def orderly(world: World) -> None:
-    train(world).close()
-
-
-def train_for_ever(session: foreprop.Session) -> None:
-    while True:
-        session.flush()
-
-
-def raising(world: World) -> None:
-    if world.rank:
-        message = "rank 0 ended: ValueError: odd data"
-        with pytest.raises(ForepropError, match=message), train(world) as session:
-            train_for_ever(session)
-        return
-    session = train(world)
-    with contextlib.suppress(ValueError), session:
-        raise ValueError("odd data")
-
-
-def cut(world: World) -> None:
-    """The connection of rank 1 breaks without a word."""
-    session = train(world)
-    if world.rank == 1:
-        session.flush()
-        for stream in session._training.backends.all[-1].connections.streams:
-            stream.close()
-    with pytest.raises(ForepropError):
-        train_for_ever(session)
-    with contextlib.suppress(ForepropError):
-        session.close()
-
-
-def refused(world: World) -> None:
-    with pytest.raises(HandshakeError):
-        train(world, slice_elems=7 + world.rank)
-
-
-def paced(world: World) -> None:
-    train(world, link_rate_bits_per_s=1e9).close()
-
-
-def real_servers(world: World) -> None:
-    world.in_process = False
-    session = train(world, steps=1)
-    assert all(
-        isinstance(handle, ProcessServer)
-        for handle in session._training.backends.all[-1].connections.handles
-    )
-    session.close()
-
-
-def real_servers_failing(world: World) -> None:
-    world.in_process = False
-    with contextlib.suppress(ForepropError, ValueError), train(world, steps=1):
-        raise ValueError("odd data")
+from tests.faults import endings
+from tests.faults.endings import check_nothing_left, orderly
+from tests.process.harness import Zygote, running
+from tests.process.train_script import Scenario
+from tests.tiers import long_cases
 
 
 @pytest.mark.parametrize(
     "work",
-    [orderly, raising, cut, refused, paced, real_servers, real_servers_failing],
+    [
+        *[orderly, endings.raising, endings.cut, endings.refused],
+        *long_cases(endings.paced, endings.real_servers, endings.real_servers_failing),
+    ],
     ids=lambda work: work.__name__,
 )
 def test_nothing_is_left(work: Callable[[World], None]) -> None:
-    run_cluster(2, orderly)  # what torch opens once and for ever is there now
-    before = Snapshot.take()
-    run_cluster(2, work, local_size=2)
-    leaks = wait_for_leaks(before, 5.0)
-    assert not leaks, leaks.describe()
+    check_nothing_left(work)
 
 
-def test_many_sessions_one_after_another() -> None:
-    run_cluster(2, orderly)
-    before = Snapshot.take()
-    for _ in range(15):
-        run_cluster(2, orderly)
-    leaks = wait_for_leaks(before, 5.0)
-    assert not leaks, leaks.describe()
+@pytest.mark.process
+def test_nothing_is_left_of_a_server_in_another_process(zygote: Zygote, tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        run.start(zygote, run.environment(Scenario()), script=Path(endings.__file__))
+        run.wait()
+        assert "nothing is left" in run.output(), run.output()
+        run.check_nothing_left()
+
+
+@pytest.mark.parametrize("sessions", [3, *long_cases(15)])
+def test_many_sessions_one_after_another(sessions: int) -> None:
+    check_nothing_left(orderly, times=sessions, local_size=1)

@@ -17,8 +17,6 @@ from foreprop.path.tensors import encode_state
 from tests.faults.relay_peers import node
 from tests.faults.wire_peers import ELEMS, Client, engine, gradient, manifest_of, session
 
-pytestmark = pytest.mark.timeout(60)
-
 CODES = {
     "garbage": (b"\7" * 21, "lossless: a plane of 6 elements has encoding 7"),
     "short": (b"\0" * 5, "lossless: 5 bytes; the planes' lengths take more"),

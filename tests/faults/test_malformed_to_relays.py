@@ -8,6 +8,7 @@ import pytest
 
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import Failure
+from tests.faults.lost_peers import often
 from tests.faults.relay_peers import node
 from tests.faults.wire_peers import Client, FakeServer, gradient
 
@@ -29,7 +30,19 @@ WRONG: dict[str, Callable[[FakeServer], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    "name",
+    often(
+        WRONG,
+        "noise",
+        "another server's frame",
+        "a reply that nobody awaits",
+        "a notice",
+        "a state that nobody wants",
+        "too much",
+        "an odd failure",
+    ),
+)
 def test_a_server_that_breaks_the_rules_ends_the_session(name: str) -> None:
     with node() as running:
         running.make_a_step()
@@ -57,6 +70,15 @@ def test_a_server_that_is_gone_is_named() -> None:
             failure = worker.expect_failure()
             assert (failure.kind, failure.peer) == ("PeerLost", "server 0")
             assert failure.message.startswith("server 0 is gone")
+
+
+def test_a_worker_that_is_gone_is_named() -> None:
+    with node() as running:
+        running.make_a_step()
+        running.workers[1].close()
+        for client in (running.workers[0], running.server):
+            failure = client.expect_failure()
+            assert (failure.kind, failure.peer) == ("PeerLost", "rank 3")
 
 
 def test_a_server_s_failure_is_passed_on() -> None:

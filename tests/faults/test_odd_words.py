@@ -25,8 +25,7 @@ from foreprop.link.stream import connect, listen
 from foreprop.path.tensors import encode_state
 from foreprop.stragglers.pace import PaceKeeper
 from tests.faults.wire_peers import GROUP, engine, gradient, manifest_of, session
-
-pytestmark = pytest.mark.timeout(60)
+from tests.tiers import long_cases
 
 SGD = {**GROUP, "momentum": 0.9}
 ADAM = {"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
@@ -83,7 +82,7 @@ NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("knobs", [{}, {"staleness": 2}])
+@pytest.mark.parametrize("knobs", [{}, *long_cases({"staleness": 2})])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_that_no_optimizer_takes(name: str, knobs: dict[str, Any]) -> None:
     optimizer, group, changes = NUMBERS[name]

@@ -16,33 +16,34 @@ import psutil
 import pytest
 
 from tests.faults.faults import EventInjector
-from tests.faults.lost_peers import check_place
-from tests.process.harness import Run, Zygote, free_port, running, workers
+from tests.faults.lost_peers import Soon, check_place, ranks
+from tests.process.harness import Run, Zygote, free_port, running
 from tests.process.train_script import Scenario
 
-pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.process
 
-TIMEOUT_S = 3.0
+TIMEOUT_S, LONGER_S = 3.0, 5.0
+"""Beside other programs a step may take seconds, and nobody is to be lost for that."""
 MARGIN_S = 3.0
+MEASURED = [pytest.mark.long, pytest.mark.alone]
 
 
-def scenario(injector: EventInjector, **more: Any) -> Scenario:
-    settings = {"step_timeout_s": TIMEOUT_S, "stall_report_s": 0.7}
+def scenario(injector: EventInjector, timeout_s: float = TIMEOUT_S, **more: Any) -> Scenario:
+    settings = {"step_timeout_s": timeout_s, "stall_report_s": 0.7}
     faults = tuple(injector.plan)
     return Scenario(
         **{"steps": 100, "pause_s": 0.02, "settings": settings, "faults": faults, **more}
     )
 
 
-def check_timed_out(run: Run, since_s: float, survivors: list[int], names: str) -> None:
+def check_timed_out(run: Run, since_s: float, survivors: list[int], names: str, soon: Soon) -> None:
     results = run.results()
     for rank in survivors:
         result = results[rank]
         assert result.get("error") in {"StepTimeout", "PeerLost"}, (
             f"{rank}: {result}\n{run.output()}"
         )
-        waited_s = result["at_s"] - since_s
-        assert waited_s < TIMEOUT_S + MARGIN_S, f"rank {rank}: {result}"
+        assert soon(result["at_s"] - since_s, TIMEOUT_S + MARGIN_S), f"rank {rank}: {result}"
         assert re.search(names, result["message"]), f"rank {rank}: {result}\n{run.output()}"
         check_place(result["message"])
 
@@ -58,48 +59,62 @@ def check_stall_was_reported(run: Run, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "phase"),
-    [("small", "backward"), pytest.param("large", "between", marks=pytest.mark.long)],
+    ("size", "phase", "timeout_s"),
+    [
+        ("small", "backward", LONGER_S),
+        pytest.param("small", "backward", TIMEOUT_S, marks=MEASURED),
+        pytest.param("large", "between", TIMEOUT_S, marks=MEASURED),
+    ],
 )
 def test_a_stopped_worker_is_named_after_the_timeout(
-    zygote: Zygote, tmp_path: Path, size: str, phase: Any
+    zygote: Zygote, tmp_path: Path, size: str, phase: Any, timeout_s: float, soon: Soon
 ) -> None:
     """Large: the server blocks in the middle of its reply to the stopped worker."""
     injector = EventInjector(tmp_path).at(rank=1, step=3, phase=phase).stop()
-    with workers(zygote, tmp_path, 3, scenario(injector, size=size), local_size=3, fork=1) as run:
+    told = scenario(injector, timeout_s, size=size)
+    with ranks(zygote, tmp_path, 3, told, local_size=3, fork=1) as run:
         stopped = run.started[1]
-        run.wait(30, but=[stopped])
+        run.wait(but=[stopped])
         fault = injector.only_fault(run)
         assert stopped.status() == psutil.STATUS_STOPPED
-        check_timed_out(run, fault["at_s"], [0, 2], r"rank 1\b")
+        check_timed_out(run, fault["at_s"], [0, 2], r"rank 1\b", soon)
         check_stall_was_reported(run, r"rank 1\b")
         if size == "large":
             stopped.kill()  # as torchrun ends what does not end by itself
         else:
             stopped.resume()
-        run.wait(10)
+        run.wait()
         if size == "small":  # it has been told meanwhile
             assert run.results()[1]["error"] in {"StepTimeout", "PeerLost"}
         run.check_nothing_left()
 
 
-def test_a_stopped_server_is_named_and_ended_by_its_worker(zygote: Zygote, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "timeout_s"),
+    [("small", LONGER_S), pytest.param("large", TIMEOUT_S, marks=MEASURED)],
+)
+def test_a_stopped_server_is_named_and_ended_by_its_worker(
+    zygote: Zygote, tmp_path: Path, size: str, timeout_s: float, soon: Soon
+) -> None:
     injector = EventInjector(tmp_path).at(rank=1, step=3, phase="forward").stop_server()
-    with workers(zygote, tmp_path, 2, scenario(injector, size="large"), fork=1) as run:
-        run.wait(30)
+    with ranks(zygote, tmp_path, 2, scenario(injector, timeout_s, size=size), fork=1) as run:
+        run.wait()
         fault = injector.only_fault(run)
-        check_timed_out(run, fault["at_s"], [0, 1], r"server 1 \(beside rank 1\)")
+        check_timed_out(run, fault["at_s"], [0, 1], r"server 1 \(beside rank 1\)", soon)
         check_stall_was_reported(run, r"server 1 \(beside rank 1\) has not answered")
         run.check_nothing_left()
 
 
 @pytest.mark.long
-def test_a_stopped_server_ends_when_its_worker_is_killed(zygote: Zygote, tmp_path: Path) -> None:
+@pytest.mark.alone
+def test_a_stopped_server_ends_when_its_worker_is_killed(
+    zygote: Zygote, tmp_path: Path, soon: Soon
+) -> None:
     injector = EventInjector(tmp_path).at(rank=1, step=3).stop_server_and_die()
-    with workers(zygote, tmp_path, 2, scenario(injector), fork=1) as run:
-        run.wait(30)
+    with ranks(zygote, tmp_path, 2, scenario(injector), fork=1) as run:
+        run.wait()
         fault = injector.only_fault(run)
-        check_timed_out(run, fault["at_s"], [0], r"rank 1\b|server 1\b")
+        check_timed_out(run, fault["at_s"], [0], r"rank 1\b|server 1\b", soon)
         run.check_nothing_left()
 
 
@@ -152,8 +167,11 @@ def cables(nodes: int) -> Iterator[Cables]:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.lab
-def test_an_unplugged_node_is_named_by_the_others(zygote: Zygote, tmp_path: Path) -> None:
+def test_an_unplugged_node_is_named_by_the_others(
+    zygote: Zygote, tmp_path: Path, soon: Soon
+) -> None:
     """No packet comes or goes any more, and nobody says so: node 1 holds a worker and a server."""
     with cables(2) as net, running(tmp_path) as run:
         point = EventInjector(tmp_path).at(rank=1, step=3, phase="between")
@@ -170,8 +188,8 @@ def test_an_unplugged_node_is_named_by_the_others(zygote: Zygote, tmp_path: Path
             }
             variables = run.environment(scenario(injector), **told)
             run.start(zygote, variables, netns=f"/run/netns/{node}")
-        run.wait(40)
+        run.wait()
         fault = injector.only_fault(run)
-        check_timed_out(run, fault["at_s"], [0], r"rank 1\b|server 1\b")
-        check_timed_out(run, fault["at_s"], [1], r"rank 0\b|server 0\b")
+        check_timed_out(run, fault["at_s"], [0], r"rank 1\b|server 1\b", soon)
+        check_timed_out(run, fault["at_s"], [1], r"rank 0\b|server 0\b", soon)
         run.check_nothing_left()

@@ -28,12 +28,11 @@ from foreprop.link.connection import greeting
 from foreprop.link.secret import load_key
 from foreprop.path import entrance, server
 from tests.cluster import run_cluster
+from tests.faults.lost_peers import Soon
 from tests.faults.seeded_training import SEEDING, train
 from tests.faults.wire_peers import SESSION, Client, Session, session
 from tests.secretfile import secret_file
 from tests.tiers import long_cases
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
@@ -209,25 +208,35 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-@pytest.mark.parametrize("keyed", [True, False])
-@pytest.mark.parametrize("said", [0, 20])
+@pytest.mark.parametrize(
+    ("count", "keyed", "said"),
+    [
+        (100, True, 20),
+        (100, False, 0),
+        *[
+            pytest.param(1000, keyed, said, marks=pytest.mark.long)
+            for keyed in (True, False)
+            for said in (0, 20)
+        ],
+    ],
+)
 def test_a_thousand_idle_connections_keep_nobody_out(
-    secret: str, keyed: bool, said: int, many_files: None
+    secret: str, count: int, keyed: bool, said: int, many_files: None, soon: Soon
 ) -> None:
     """They cost no thread, and only the last of them are kept."""
     changes = {"secret_file": secret} if keyed else {}
     with session(joined=False, **changes) as running:
         start = opening(secret) if keyed else greeting(SESSION, 1)
-        for _ in range(1000):
+        for _ in range(count):
             running.stranger().raw(start[:said])
-        joins_at_once(running)
+        joins_at_once(running, soon)
 
 
-def joins_at_once(running: Session) -> None:
+def joins_at_once(running: Session, soon: Soon) -> None:
     started_s = time.monotonic()
     running.join()
-    assert time.monotonic() - started_s < entrance.GREETING_S / 2  # not when they have gone
-    # both workers have had a place for a moment
+    assert soon(time.monotonic() - started_s, entrance.GREETING_S / 2)
+    # they have not gone; and both workers have had a place for a moment
     assert 0 <= entrance.MAX_STRANGERS - len(running.server._entrance) <= 2
     assert receiving_threads() == 2
     running.make_a_step()
@@ -264,18 +273,17 @@ def test_many_who_have_opened_keep_nobody_out(secret: str, monkeypatch: pytest.M
 
 
 def test_who_does_not_go_on_in_time_is_closed(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entrance, "GREETING_S", 0.3)
+    monkeypatch.setattr(entrance, "GREETING_S", 2.0)  # workers are in time, too
     monkeypatch.setattr(server, "_MOST_POLL_S", 0.1)
     with session(secret_file=secret) as running:
         for size in (0, 7, OPENING_BYTES - 1, OPENING_BYTES, OPENING_BYTES + 31):
             silent = running.stranger()
             silent.raw((opening(secret) + bytes(32))[:size])
-            while receive(silent.sock):
-                pass
         proven = running.stranger()
         proven.authenticate(secret)
         proven.raw(greeting(SESSION, 0)[:20])
-        proven.expect_end()
+        for each in running.others:
+            each.expect_closed()
         running.make_a_step()
         running.say_goodbye()
 
@@ -296,7 +304,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Session, s
         running.say_goodbye()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(start=st.integers(0, OPENING_BYTES), data=st.binary(max_size=600))
 def test_no_bytes_before_authentication_touch_a_session(
     begun: tuple[Session, str], start: int, data: bytes
@@ -315,7 +323,7 @@ def test_no_bytes_before_authentication_touch_a_session(
     running.make_a_step()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(frames=st.lists(FRAMES, min_size=1, max_size=4))
 def test_no_frames_before_authentication_touch_a_session(
     begun: tuple[Session, str], frames: list[tuple[Kind, bytes, int]]
@@ -326,7 +334,6 @@ def test_no_frames_before_authentication_touch_a_session(
     try:
         for kind, payload, extra in frames:
             client.send(kind, payload, says_bytes=len(payload) + extra)
-        client.sock.settimeout(10)
         failure = client.expect_failure()
         assert failure.message.startswith("rank 1 has no secret, server 0 has one")
         client.expect_end()
@@ -346,7 +353,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["ring", *long_cases("servers", "several servers", "relays")])
 def test_the_bits_are_those_without_a_secret(name: str, secret: str) -> None:
     size, local_size, changes = LAYOUTS[name]
 
@@ -370,32 +377,28 @@ def error_of(make: Callable[[], Any]) -> ForepropError | None:
 def test_a_rank_without_the_secret_is_told_at_once(secret: str) -> None:
     """Rank 0 waits for the true rank 1, which may still come, and says what it has refused."""
 
-    def work(world: World) -> tuple[ForepropError | None, float]:
-        started_s = time.monotonic()
-        changes = {} if world.rank else {"secret_file": secret}
-        error = error_of(lambda: train(world, join_timeout_s=3.0, **changes))
-        return error, time.monotonic() - started_s
+    def work(world: World) -> ForepropError | None:
+        # rank 1's limit is longer than `run_cluster` waits
+        changes = {} if world.rank else {"secret_file": secret, "join_timeout_s": 3.0}
+        return error_of(lambda: train(world, **{"join_timeout_s": 300.0, **changes}))
 
-    (zero, _), (one, took_s) = run_cluster(2, work)
+    zero, one = run_cluster(2, work)
     assert isinstance(one, HandshakeError)
     assert re.search("rank 1 has no secret, and the store's entry 'session/0' is signed", str(one))
-    assert took_s < 2.5
     assert isinstance(zero, (StepTimeout, HandshakeError)), zero
 
 
-@pytest.mark.parametrize("architecture", ["p2p", "ring"])
+@pytest.mark.parametrize("architecture", ["p2p", *long_cases("ring")])
 def test_a_rank_with_the_secret_of_another_job_is_told(
     secret: str, wrong: str, architecture: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def work(world: World) -> tuple[ForepropError | None, float]:
+    def work(world: World) -> ForepropError | None:
         file = wrong if world.rank else secret
-        changes = {"architecture": architecture, "join_timeout_s": 1.5}
-        started_s = time.monotonic()
-        error = error_of(lambda: train(world, secret_file=file, **changes))
-        return error, time.monotonic() - started_s
+        # `run_cluster` does not wait for step_timeout_s
+        changes = {"architecture": architecture, "join_timeout_s": 1.5, "step_timeout_s": 300.0}
+        return error_of(lambda: train(world, secret_file=file, **changes))
 
-    (zero, took_s), (one, _) = run_cluster(2, work)
-    assert took_s < 10.0  # and not step_timeout_s, 20 s
+    zero, one = run_cluster(2, work)
     assert isinstance(one, HandshakeError)
     expected = r"rank 1 has a secret, and the store's entry 'session/0' is signed with another"
     assert re.search(expected, str(one))
@@ -418,7 +421,7 @@ def test_what_a_stranger_has_written_into_the_store_changes_nothing(
     secret: str, architecture: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A refusal, another session's announcement, other servers' addresses: the true ones come."""
-    prepared = threading.Event()
+    prepared, second = threading.Event(), list[World]()
 
     def work(world: World) -> list[torch.Tensor]:
         if world.rank == 0:
@@ -428,9 +431,11 @@ def test_what_a_stranger_has_written_into_the_store_changes_nothing(
             written(world, "session/0/manifest", value=b"1")
             written(world, "session/0/manifest/0", value=b"{}")
             prepared.set()
-        prepared.wait(10)
-        if world.rank == 0:
-            time.sleep(0.2)  # rank 1 finds the stranger's entries first
+            while not (second and has_refused(second[0], "session/0")):
+                time.sleep(0.001)
+        else:
+            prepared.wait(60)
+            second.append(world)
         return train(world, secret_file=secret, architecture=architecture)
 
     plain = run_cluster(2, lambda world: train(world, architecture=architecture))
@@ -440,6 +445,11 @@ def test_what_a_stranger_has_written_into_the_store_changes_nothing(
     assert "the store's entry 'session/0' is not signed, and does not count" in (
         capfd.readouterr().err
     )
+
+
+def has_refused(world: World, key: str) -> bool:
+    seals = [entries.seal for entries in (world.entries, world.raw_entries)]
+    return any(seal is not None and key in seal._refused for seal in seals)
 
 
 def test_a_refusal_that_a_stranger_writes_in_mid_training_changes_nothing(secret: str) -> None:
@@ -468,8 +478,7 @@ def test_a_true_entry_that_is_replaced_ends_in_an_error_that_names_it(secret: st
     def work(world: World) -> ForepropError | None:
         if world.rank == 0:
             return error_of(lambda: train(world, secret_file=secret, join_timeout_s=1.5))
-        deadline = time.monotonic() + 10
-        while not world.store.check(["session/0"]) and time.monotonic() < deadline:
+        while not world.store.check(["session/0"]):
             time.sleep(0.005)
         written(world, "session/0", value=b"garbage")
         return error_of(lambda: train(world, secret_file=secret, join_timeout_s=0.8))

@@ -30,6 +30,8 @@ from foreprop.servers.served import add_features
 from foreprop.version import __version__
 
 SESSION = "a-session"
+HANGS_S = 60.0
+"""Who has not answered by then never will."""
 ELEMS = 6
 GROUP = {"lr": 0.5, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
 GROUP |= {"maximize": False, "differentiable": False}
@@ -60,7 +62,7 @@ class Client:
         self.sock = socket.socket()
         if buffer_bytes is not None:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
-        self.sock.settimeout(10)
+        self.sock.settimeout(HANGS_S)
         self.sock.connect(("127.0.0.1", port))
         self.rank = rank
 
@@ -94,8 +96,8 @@ class Client:
         """As a worker that has the job's secret."""
         subject, nonce = Subject(session, target, encrypted), secrets.token_bytes(NONCE_BYTES)
         side = ConnectingSide(load_key(secret_file), subject, self.rank, nonce)
-        prove(self.sock, side, time.monotonic() + 10, lambda: None)
-        self.sock.settimeout(10)
+        prove(self.sock, side, time.monotonic() + HANGS_S, lambda: None)
+        self.sock.settimeout(HANGS_S)
         return side.channel
 
     def encrypt(self, channel: Channel, config: Config) -> None:
@@ -240,14 +242,14 @@ class Session:
         assert self.failure == [None]
 
     def wait(self) -> None:
-        self._thread.join(15)
+        self._thread.join(HANGS_S)
         assert not self._thread.is_alive(), "the server hangs"
 
     def close(self) -> None:
         for client in (*self.workers, *self.others):
             client.close()
         self.server.cancel()
-        self._thread.join(15)
+        self._thread.join(HANGS_S)
 
 
 @contextlib.contextmanager
@@ -285,7 +287,7 @@ class FakeServer(Client):
 
     def __init__(self, sock: socket.socket, index: int) -> None:
         self.sock = sock
-        self.sock.settimeout(10)
+        self.sock.settimeout(HANGS_S)
         self.rank = index
 
 

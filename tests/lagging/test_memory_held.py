@@ -57,8 +57,16 @@ def test_bytes_held(settings: dict[str, Any], pinned: float, on_device: float) -
     assert found[".found.on device"].item() == pytest.approx(on_device, rel=0.1)
 
 
-@pytest.mark.parametrize("update", ["servers", "workers"])
-@pytest.mark.parametrize("share", [0.6, 0.0])
+@pytest.mark.parametrize(
+    ("update", "share"),
+    [
+        *[("servers", 0.6), ("workers", 0.0)],
+        *[
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [("servers", 0), ("workers", 0.6)]
+        ],
+    ],
+)
 def test_so_much_is_pinned_and_no_more(update: str, share: float) -> None:
     """The rest of the copies goes through ordinary memory: what comes is the same."""
     limit = int(share * PARAMETERS_BYTES)

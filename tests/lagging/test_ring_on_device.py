@@ -14,6 +14,7 @@ from foreprop.collectives.group import Group
 from tests.devices import scenarios
 from tests.devices.training import Scenario
 from tests.lagging.training import check_on_device, train
+from tests.tiers import long_cases
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -69,11 +70,14 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "_open_nccl", lambda group, gpu: _Nccl(group._opened))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("manners", [{}, {"manner": "late"}], ids=["any", "late"])
-def test_the_same_bits_as_on_the_cpu(
-    name: str, manners: dict[str, str], request: pytest.FixtureRequest
-) -> None:
+MANNERS: dict[str, dict[str, str]] = {"any": {}, "late": {"manner": "late"}}
+OFTEN = ["any-plain", "any-clip-norm-bfloat16", "late-chunks", "late-ema"]
+CASES = [f"{manner}-{name}" for manner in MANNERS for name in SETTINGS]
+
+
+@pytest.mark.parametrize("case", [*OFTEN, *long_cases(*[c for c in CASES if c not in OFTEN])])
+def test_the_same_bits_as_on_the_cpu(case: str, request: pytest.FixtureRequest) -> None:
+    manner, _, name = case.partition("-")
     wanted = _on_cpu(name)
     request.getfixturevalue("nccl")
-    check_on_device(_scenario(name), wanted, seed=len(name), **manners)
+    check_on_device(_scenario(name), wanted, seed=len(name), **MANNERS[manner])

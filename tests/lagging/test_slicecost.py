@@ -9,9 +9,10 @@ import pytest
 from tests.cluster import worlds
 from tests.lagging import slicecost
 from tests.lagging.device import DEVICE
+from tests.tiers import long_cases
 
 
-@pytest.mark.parametrize("slices", [slicecost.FEW, slicecost.MANY])
+@pytest.mark.parametrize("slices", [slicecost.MANY, *long_cases(slicecost.FEW)])
 def test_calls_of_the_device_are_the_parameters_and_not_the_slices(slices: int) -> None:
     found = slicecost.measure(DEVICE, slices, steps=1, world=worlds(1)[0])
     each = {
@@ -26,6 +27,7 @@ def test_calls_of_the_device_are_the_parameters_and_not_the_slices(slices: int) 
     assert found.cpu_s["foreprop-stage"] > 0
 
 
+@pytest.mark.long
 def test_the_command_tells_what_each_thread_uses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from foreprop.errors import ConfigError
 from foreprop.path.asyncdevice import TorchAccelerator
@@ -18,17 +20,42 @@ from tests.devices.training import Scenario
 from tests.lagging.device import DEVICE, lagging
 from tests.lagging.training import check_on_device, train
 
-SEEDS = 10
 MORE = 5
 """Seeds of each scenario, in `make test-all`: more than 200 in all."""
 NAMES = list(SCENARIOS)
-COSTLY = ["compiled"]
-"""Left to `make test-all`: it loads torch's compiler."""
-CASES = [(name, number % SEEDS) for number, name in enumerate(NAMES) if name not in COSTLY]
+CASES = list(
+    enumerate(
+        [
+            "convolutions-adam",
+            "tied",
+            "accumulating",
+            "checkpointing",
+            "workers-scaling",
+            "workers-gan",
+            "autocast",
+            "clip-norm",
+            "ema",
+            "bfloat16-wire",
+            "bfloat16-parameters",
+            "local-aggregation-workers",
+            "ring-clip-norm-bfloat16",
+            "ring-reading",
+            "ring-codec",
+            "tables-workers",
+            "tables-remote",
+            "sparse-dense",
+            "hybrid",
+            "codec-int8",
+            "staleness",
+            "pinned-some",
+        ]
+    )
+)
+"""Seeds, and what no other test of `make test` trains on the device."""
 LATE = ["zeroing", "monitoring", "looking-back", "workers-uneven", "workers-reading", "ring-uneven"]
 """Where a missing wait shows on a device that waits for nobody."""
 CASES_MORE = [
-    (name, 100 + number * MORE + seed) for number, name in enumerate(NAMES) for seed in range(MORE)
+    (100 + number * MORE + seed, name) for number, name in enumerate(NAMES) for seed in range(MORE)
 ]
 
 
@@ -68,21 +95,21 @@ def test_the_same_bits_where_gradients_are_copied_as_late_as_can_be(name: str) -
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"),
+    ("seed", "name"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in CASES_MORE)],
 )
 def test_the_same_bits_as_on_the_cpu(name: str, seed: int) -> None:
     check_on_device(SCENARIOS[name], on_cpu(name), seed)
 
 
-@pytest.mark.parametrize("seed", range(1, SEEDS))
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=4)
 def test_any_seed_will_do(seed: int) -> None:
     check_on_device(SCENARIOS["layers"], on_cpu("layers"), seed)
 
 
 def test_seeds_are_many() -> None:
-    assert len({seed for _, seed in CASES}) == SEEDS
-    assert len({seed for _, seed in CASES_MORE}) >= 200
+    assert len({seed for seed, _ in CASES_MORE}) >= 200
 
 
 def test_what_is_for_host_memory_only_is_refused() -> None:
