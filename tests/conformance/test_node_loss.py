@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -250,12 +249,10 @@ def test_a_substitute_that_is_gone_is_not_waited_for_when_the_session_is_over(
             raise PeerLost("a second node is gone")
 
     monkeypatch.setattr(surviving, "_TRY_S", 0.1)
-    config = Config(**BESIDE, join_timeout_s=60.0)
+    config = Config(**BESIDE, join_timeout_s=600.0)  # this test's own is shorter
     about: Any = (None, config, 1, 0, "session-0-0", "127.0.0.1", port)
-    started_s = time.monotonic()
     with pytest.raises(PeerLost, match="a second node is gone"):
         greet_at(*about, look)
-    assert time.monotonic() - started_s < 30
 
 
 @pytest.mark.parametrize(

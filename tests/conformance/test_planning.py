@@ -186,7 +186,9 @@ def test_what_is_measured_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = use_plan(monkeypatch)
     monkeypatch.setattr(planning, "exchange_reports", exchange_reports)  # with links as they are
     batches = batches_of(2, count=MEASURED_STEPS)
+    began_s = time.monotonic()
     run_foreprop(with_sgd(Slow), load_slowly, batches, architecture="auto")
+    took_s = time.monotonic() - began_s
     (setting,) = asked
     assert (setting.nodes, setting.workers_per_node) == (2, 1)
     profile = setting.profile
@@ -195,9 +197,9 @@ def test_what_is_measured_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profile.before_first_use_s >= 0.02
     in_forward = {array.name: array.forward_s or 0.0 for array in profile.arrays}
     assert in_forward["first.weight"] + in_forward["first.bias"] >= 0.03
-    assert 0.05 <= setting.compute_s < 0.5
+    assert 0.05 <= setting.compute_s < took_s / 2
     assert setting.rate_bits_per_s > 1e6
-    assert 0 < setting.latency_s < 0.1
+    assert 0 < setting.latency_s < took_s / 10
 
 
 def test_passes_that_belong_to_one_step_are_one_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def test_a_proof_that_was_heard_does_not_serve_again(secret: str) -> None:
         joins_all_the_same(running)
 
 
-@pytest.mark.long
+@pytest.mark.alone
 def test_what_authentication_costs(secret: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Once per connection; afterwards its stream is any other's. `pytest -s` shows the time."""
     taken_s = []

@@ -154,7 +154,7 @@ def test_hosts_that_cannot_be_examined(doctor: Doctor) -> None:
     assert "foreprop cannot be imported" in found[bare].found
 
 
-@pytest.mark.long
+@pytest.mark.alone
 def test_a_host_that_does_not_answer(doctor: Doctor) -> None:
     """The others are examined all the same; the sleeper is ended (the plugin would find it)."""
     started_s = time.monotonic()

@@ -77,7 +77,7 @@ def test_ctrl_c_in_the_middle_ends_ranks_and_their_server(zygote: Zygote, tmp_pa
         run.check_nothing_left()
 
 
-@pytest.mark.long
+@pytest.mark.alone
 def test_a_worker_killed_while_its_data_loader_s_workers_live(
     zygote: Zygote, tmp_path: Path
 ) -> None:

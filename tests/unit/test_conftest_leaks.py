@@ -107,9 +107,7 @@ def test_a_descriptor_is_found_by_what_it_points_at() -> None:
 
 def test_the_grace_is_not_used_up_when_nothing_leaked() -> None:
     before = Snapshot.take()
-    started_s = time.monotonic()
-    assert not wait_for_leaks(before, grace_s=60)
-    assert time.monotonic() - started_s < 30
+    assert not wait_for_leaks(before, grace_s=600)  # this test's own limit is shorter
 
 
 def said_by_pytest(folder: Path, *arguments: str) -> str:

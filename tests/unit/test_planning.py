@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -290,11 +291,13 @@ def test_all_nodes_measure_and_agree(nodes: int) -> None:
         about = {"node": node, "nodes": nodes}
         return conclude(exchange_reports(board, address="127.0.0.1", session="abc", **about))
 
+    began_s = time.monotonic()
     with ThreadPoolExecutor(nodes) as pool:
         found = list(pool.map(measure, range(nodes)))
+    took_s = time.monotonic() - began_s
     assert found.count(found[0]) == nodes
     assert found[0].rate_bits_per_s > 1e7
-    assert 0 < found[0].latency_s < 0.1
+    assert 0 < found[0].latency_s < took_s / 10  # there and back, several times
 
 
 # How it went.
