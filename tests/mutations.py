@@ -242,7 +242,7 @@ class Runner(NamedTuple):
         if status == 0 or os.waitstatus_to_exitcode(status) == pytest.ExitCode.NO_TESTS_COLLECTED:
             return None
         told = report.read_text()
-        for line in told.splitlines():
+        for line in told.rpartition("short test summary info")[2].splitlines():
             if line.startswith(("FAILED ", "ERROR ")):
                 return line.split(" - ")[0].split()[1].rpartition("::")[2]
         return "(does not end)" if os.WIFSIGNALED(status) or "Timeout" in told else told[-300:]

@@ -304,6 +304,8 @@ def test_a_replay_reads_what_the_session_read(tmp_path: Path, layer: int | None)
     check_same_bits(again.models[1], found.models[0])
 
 
+@pytest.mark.long
+@pytest.mark.process  # loaders fork workers while the other ranks' threads run
 def test_a_death_at_the_end_is_made_up_after_it() -> None:
     """All batches have been drawn ahead: the loader goes on with what is owed."""
     found = Run(lambda: usual(num_workers=2, prefetch_factor=8), {1: (5, None)})
