@@ -23,7 +23,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -280,8 +280,9 @@ def try_all(mutations: Sequence[Mutation], runner: Runner, jobs: int) -> int:
     torch.set_num_threads(1)
     print("| where | what | instead | the first test that fails |\n| --- | --- | --- | --- |")
     survivors = 0
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        found = pool.imap(partial(Runner.first_failure, runner), mutations)
+    # whose processes, unlike those of a multiprocessing.Pool, may have children: loaders' workers
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        found = pool.map(runner.first_failure, mutations)
         for mutation, failed in zip(mutations, found, strict=True):
             survivors += failed is None
             what, instead = (text.replace("|", r"\|") for text in (mutation.what, mutation.instead))
@@ -300,10 +301,14 @@ def main() -> int:
     parser.add_argument("--tests", nargs="+", default=TESTS)
     parser.add_argument("--tier", default=Runner._field_defaults["tier"], help="pytest's -m")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="of these places: FILE or FILE:LINE"
+    )
     parser.add_argument("--list", action="store_true", help="only say what would be changed")
     asked = parser.parse_args()
     os.chdir(ROOT)
-    mutations = list(draw_mutations(asked.folders, asked.each, asked.seed))
+    drawn = draw_mutations(asked.folders, asked.each, asked.seed)
+    mutations = [m for m in drawn if any(place in f"{m.file}:{m.line}" for place in asked.only)]
     if asked.list:
         for mutation in mutations:
             print(f"{mutation.file}:{mutation.line}: {mutation.what}  ->  {mutation.instead}")
