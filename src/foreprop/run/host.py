@@ -145,7 +145,8 @@ class Watch:
 
     def _collect(self) -> None:
         # Popen itself collects an agent that ended just before a signal was to be sent to it
-        code = processes.collect_ended().get(self._process.pid, self._process.returncode)
+        ended = processes.collect_ended()
+        code: int | None = ended.get(self._process.pid, self._process.returncode)
         if code is not None and self._code is None:
             self._code = self._process.returncode = code
             now = time.monotonic()
