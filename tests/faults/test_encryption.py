@@ -189,7 +189,9 @@ def test_what_is_changed_on_the_path_ends_in_an_error(
 
 
 # The handshakes.
-def pair(first: tuple[Channel, str], second: tuple[Channel, str]) -> list[EncryptedStream]:
+def pair(
+    first: tuple[Channel, str], second: tuple[Channel, str], timeout_s: float = 5.0
+) -> list[EncryptedStream]:
     near, far = socket.socketpair()
     sides = zip((near, far), (first, second), ("server 0", "rank 1"), (False, True), strict=True)
     return [
@@ -197,7 +199,7 @@ def pair(first: tuple[Channel, str], second: tuple[Channel, str]) -> list[Encryp
             sock,
             peer,
             channel,
-            Config(encryption="tls", secret_file=file, join_timeout_s=5.0),
+            Config(encryption="tls", secret_file=file, join_timeout_s=timeout_s),
             accepts=accepts,
         )
         for sock, (channel, file), peer, accepts in sides
@@ -233,6 +235,14 @@ OTHERS = {
     "session": CHANNEL._replace(subject=Subject("another", "server 0", True)),
     "secret": CHANNEL,
 }
+
+
+def test_who_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
+    file = secret_file(tmp_path)
+    silent, waiting = pair((CHANNEL, file), (CHANNEL, file), timeout_s=0.2)
+    with pytest.raises(TransportError, match=r"rank 1 cannot be encrypted \(.*timed out"):
+        waiting.open()
+    silent.close()
 
 
 @pytest.mark.parametrize("differing", OTHERS)

@@ -7,14 +7,17 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from foreprop.config import Config
 from foreprop.errors import ConfigError, StorageError
 from foreprop.observe import trace
 from foreprop.observe.trace import TraceRecorder
 from foreprop.report.tracefile import latest_session, read_folder, read_trace
+from foreprop.session.figures import trace_facts
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -106,6 +109,17 @@ def test_a_trace_says_what_is_run(tmp_path: Path) -> None:
     recorder.describe({"ranks": 2})
     recorder.write()
     assert read_trace(recorder.path).about == {"ranks": 2}
+
+
+@pytest.mark.parametrize(("set_to", "nodes"), [(None, 3), (4, 2)])
+def test_a_trace_says_on_how_many_nodes(set_to: int | None, nodes: int) -> None:
+    """The last one may have fewer workers."""
+    world = SimpleNamespace(size=5, local_size=2)
+    training: Any = SimpleNamespace(
+        world=world, config=Config(workers_per_node=set_to), user=SimpleNamespace(named=[])
+    )
+    facts = trace_facts(training)
+    assert (facts["ranks"], facts["nodes"]) == (5, nodes)
 
 
 def test_a_folder_is_read_by_session(tmp_path: Path) -> None:
