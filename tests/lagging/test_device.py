@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.lagging import streams
 from tests.lagging.device import DEVICE, MEMORY, Event, Stream, lagging
 from tests.lagging.streams import (
     LINES,
@@ -24,6 +25,11 @@ def ones(elems: int = 4) -> torch.Tensor:
 
 def pinned(elems: int = 4) -> torch.Tensor:
     return torch.zeros(elems).pin_memory()
+
+
+@pytest.fixture(autouse=True)
+def _late_is_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "LATE_S", 60.0)
 
 
 def test_operations_return_before_they_are_done() -> None:
