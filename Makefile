@@ -60,7 +60,7 @@ test-all: $(STAMP) ## run what both leave out: long tests, and the second archit
 	$(PYTEST) $(REST) -m alone $(ALONE)
 	$(PYTEST) $(REST) -m alone tests/lagging
 
-test-costs: $(STAMP) ## record what each test costs: writes tests/costs.csv, prints the dearest
+test-costs: $(STAMP) ## record what each test costs in tests/costs.csv, and the dearest in docs
 	rm -f runs/costs.jsonl
 	$(MAKE) test test-lab test-all COSTS=runs/costs.jsonl
 	$(BIN)/python -m tests.costs runs/costs.jsonl

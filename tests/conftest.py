@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addini("leak_grace_s", "seconds that a test's leftovers have to end", default="10.0")
+    parser.addini("leak_grace_s", "seconds that a test's leftovers have to end", default="60.0")
     parser.addoption("--costs", help="append what each test costs to this file", metavar="FILE")
     parser.addoption("--part", help="run one part of the tests, such as 1/3", metavar="I/N")
 

@@ -1,10 +1,10 @@
 """What each test costs: seconds of a processor, with its children, and seconds of a clock.
 
-    make test-costs              # all tiers; writes tests/costs.csv and prints the dearest
+    make test-costs              # all tiers; writes tests/costs.csv, and a page of the dearest
 
 `pytest --costs FILE` appends one line of JSON to FILE for each case, and one for each of pytest's
 own processes, which has what imports and collecting took. `python -m tests.costs FILE` makes the
-record of it, with one row for all cases of a test in a tier.
+record of it, with one row for all cases of a test in a tier, and docs/notebook/dearest-tests.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ import pytest
 from tests.tiers import tier_of
 
 RECORD = Path(__file__).with_name("costs.csv")
+PAGE = Path(__file__).parents[1] / "docs" / "notebook" / "dearest-tests.md"
 OVERHEAD = "(imports and collecting)"
 DEAREST = 40
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -129,17 +130,38 @@ def read_record() -> list[Cost]:
     ]
 
 
+def page(costs: Sequence[Cost]) -> str:
+    """``costs``: the dearest first."""
+    lines = [
+        "# The dearest tests",
+        "",
+        "`make test-costs` writes this page and `tests/costs.csv`, which has all tests"
+        " ([tests](../tests.md)).",
+        "",
+        "| tier | processor, minutes | imports and collecting |",
+        "| --- | --- | --- |",
+    ]
+    for tier in dict.fromkeys(sorted(cost.tier for cost in costs)):
+        of_tier = [cost for cost in costs if cost.tier == tier]
+        overhead_s = sum(cost.cpu_s for cost in of_tier if cost.test == OVERHEAD)
+        sum_s = sum(cost.cpu_s for cost in of_tier)
+        lines.append(f"| {tier} | {sum_s / 60:.1f} | {overhead_s / 60:.1f} |")
+    lines += [
+        "",
+        "| tier | test | cases | processor s | wall s |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for cost in [cost for cost in costs if cost.test != OVERHEAD][:DEAREST]:
+        test = cost.test.removeprefix("tests/").replace(".py::", ": ")
+        seconds = f"{cost.cpu_s:.1f} | {cost.wall_s:.1f}"
+        lines.append(f"| {cost.tier} | `{test}` | {cost.cases} | {seconds} |")
+    return "\n".join(lines) + "\n"
+
+
 def main(file: str) -> None:
     costs = read_costs(Path(file))
     write_record(costs)
-    print("| tier | test | cases | processor s | wall s |\n| --- | --- | --- | --- | --- |")
-    dearest = [cost for cost in costs if cost.test != OVERHEAD][:DEAREST]
-    for cost in dearest:
-        test = cost.test.removeprefix("tests/").replace(".py::", ": ")
-        print(f"| {cost.tier} | `{test}` | {cost.cases} | {cost.cpu_s:.1f} | {cost.wall_s:.1f} |")
-    for tier in sorted({cost.tier for cost in costs}):
-        minutes = sum(cost.cpu_s for cost in costs if cost.tier == tier) / 60
-        print(f"\n{tier}: {minutes:.1f} minutes of a processor")
+    PAGE.write_text(page(costs))
 
 
 if __name__ == "__main__":

@@ -52,15 +52,16 @@ class Part(NamedTuple):
 def part_that_fits(default_s: float, left_s: float, commit: str) -> Part:
     """The largest part of `make test-all` that ends in time, by how long `make test` took.
 
-    The record has what both took on another machine. The commit's hash picks among the parts.
+    The record has the processor's seconds of both, on another machine. What runs alone mostly
+    waits, which takes as long everywhere. The commit's hash picks among the parts.
     """
-    recorded_s: Counter[str] = Counter()
+    cpu_s: Counter[str] = Counter()
+    alone_s = 0.0
     for cost in read_record():
-        recorded_s[cost.tier] += cost.wall_s
-    # two run at a time, but for those that run alone
-    all_s = recorded_s["all"] + recorded_s["ring"] + 2 * recorded_s["alone"]
-    slower = default_s / max(recorded_s["default"], 1.0)
-    count = math.ceil(max(1.0, all_s * slower / max(left_s, 60.0)))
+        cpu_s[cost.tier] += cost.cpu_s
+        alone_s += cost.wall_s * (cost.tier == "alone")
+    all_s = default_s * (cpu_s["all"] + cpu_s["ring"]) / max(cpu_s["default"], 1.0) + alone_s
+    count = math.ceil(max(1.0, all_s / max(left_s, 60.0)))
     return Part(int(commit, 16) % count + 1, count)
 
 

@@ -86,8 +86,8 @@ def test_a_part_leaves_a_test_s_cases_together() -> None:
 def test_a_slower_machine_runs_a_smaller_part(
     default_s: float, left_s: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rest = {"all": 350.0, "ring": 50.0, "alone": 50.0, "lab": 1000.0, "default": 100.0}
-    record = [Cost(tier, tier, 1, 0.0, wall_s) for tier, wall_s in rest.items()]
+    recorded_s = {"all": 350.0, "ring": 50.0, "alone": 50.0, "lab": 1000.0, "default": 100.0}
+    record = [Cost(tier, tier, 1, cpu_s, cpu_s) for tier, cpu_s in recorded_s.items()]
     monkeypatch.setattr(parts, "read_record", lambda: record)
     chosen = {parts.part_that_fits(default_s, left_s, f"{commit:x}") for commit in range(20)}
     assert chosen == {Part(number, count) for number in range(1, count + 1)}
