@@ -126,8 +126,8 @@ class ForkedServer:
     ) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        # interpreter, -m, foreprop.servers, descriptors, lifeline: these have other numbers there
-        request = {"arguments": command[5:], "environment": dict(env)}
+        # after PROGRAM and two arguments: descriptors and lifeline have other numbers there
+        request = {"arguments": command[len(processes.PROGRAM) + 2 :], "environment": dict(env)}
         with asked:
             socket.send_fds(asked, [json.dumps(request).encode()], pass_fds)
 

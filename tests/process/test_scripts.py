@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from foreprop.servers.processes import PROGRAM
 from tests.process.harness import Zygote, running, wait_for, workers
 from tests.process.train_script import SIZES, Scenario
 
@@ -90,6 +92,30 @@ def test_a_worker_killed_while_its_data_loader_s_workers_live(
         assert "rank 1 is gone" in result["message"]
         assert result["at_s"] - run.results()[1]["at_s"] < 5
         run.check_nothing_left(within_s=60)  # torch's loader looks after its parent every 5 s
+
+
+def test_servers_are_not_ended_by_who_ends_all_processes(zygote: Zygote, tmp_path: Path) -> None:
+    """Slurm's scancel sends SIGTERM to servers, too, whose workers may want to save first."""
+    scenario = Scenario(steps=40, pause_s=0.02)
+    with workers(zygote, tmp_path, 2, scenario, fork=1) as run:
+        wait_for(lambda: "2 server(s)" in run.output(), run)
+        servers = [process for process in run.ours() if process not in run.started]
+        assert len(servers) == 2
+        for server in servers:
+            server.terminate()
+        run.wait()
+        assert run.codes() == [0, 0], run.output()
+        run.check_nothing_left()
+
+
+@pytest.mark.long
+def test_files_of_the_user_s_are_not_the_server_s(tmp_path: Path) -> None:
+    for name in ("random", "json", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the user')")
+    done = subprocess.run(
+        [*PROGRAM, "no socket"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "invalid literal for int() with base 10: 'no socket'" in done.stderr
 
 
 def test_an_error_on_one_rank_is_told_to_all(zygote: Zygote, tmp_path: Path) -> None:

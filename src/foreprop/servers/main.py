@@ -40,7 +40,10 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     sockets = [socket.socket(fileno=int(number)) for number in sys.argv[1].split(",")]
     lifeline_fd, text, is_relay = int(sys.argv[2]), sys.argv[3], "--relay" in sys.argv
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # who ends a job (Slurm's scancel) may tell every process of it; workers may want to save first,
+    # and this one ends with its worker
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     if "--die-with-parent" in sys.argv:
         die_with_parent()  # for a stopped server (SIGSTOP), which cannot see its lifeline end
     task = (RelayTask if is_relay else ServerTask)(**json.loads(text))

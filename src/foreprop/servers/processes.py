@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from foreprop.servers.relaytask import RelayTask
 
 REPORT_S = 10.0
+PROGRAM = (sys.executable, "-P", "-m", "foreprop.servers")
+"""Without -P a file called random.py in the working directory would be Python's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +50,7 @@ class ProcessServer:
         read_end, self._lifeline = os.pipe()
         descriptors = [sock.fileno() for sock in sockets]
         command = [
-            sys.executable,
-            "-m",
-            "foreprop.servers",
+            *PROGRAM,
             ",".join(map(str, descriptors)),
             str(read_end),
             json.dumps(asdict(task)),
