@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import foreprop
 from tests.cluster import run_cluster, worlds
+from tests.conformance.averaging_by_hand import Average, check_alike, run_averaged, run_by_hand
 from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
@@ -190,6 +191,31 @@ def test_batch_norm_world_of_one() -> None:
         return scores
 
     check_world_of_one(with_sgd(_normed), loop, make_batches())
+
+
+def test_an_evaluation_between_a_forward_pass_and_its_backward_pass() -> None:
+    """It shows rank 0's running averages, which the graph has kept and does not read."""
+
+    def loop(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average: Average) -> Any:
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
+            loss.backward()
+            average(model)
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    by_rank = batches_of(2, count=4)
+    (wanted, _), found = (
+        run_by_hand(with_sgd(_normed), loop, by_rank),
+        run_averaged(with_sgd(_normed), loop, by_rank),
+    )
+    for rank in found:
+        check_alike(rank.result, wanted.result, 0.0)
 
 
 def test_batch_norm_buffers_are_local_in_training_and_rank_zeros_in_evaluation() -> None:

@@ -302,9 +302,14 @@ def pack(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def unpack_into(tensors: Sequence[torch.Tensor], data: memoryview) -> None:
-    """The inverse of `pack`, in place."""
+    """The inverse of `pack`, in place.
+
+    A graph that waits for its backward pass may have kept a running average, though it does not
+    read that: an evaluation between the two passes is no error.
+    """
     offset = 0
-    with torch.no_grad():
+    autograd: Any = torch.autograd
+    with torch.no_grad(), autograd._unsafe_preserve_version_counter(tuple(tensors)):
         for tensor in tensors:
             received = torch.empty(tensor.shape, dtype=tensor.dtype)
             size = received.numel() * received.element_size()
