@@ -31,6 +31,9 @@ _in_a_ring = Config.resolve().architecture == "ring"
 servers_only = pytest.mark.skipif(_in_a_ring, reason="about servers; this run is with a ring")
 once = pytest.mark.skipif(_in_a_ring, reason="names its architecture, and has run with it")
 
+by_servers = pytest.mark.usefixtures("servers_update")
+"""About servers that update: the test's sessions have ``update="servers"``, if they say nothing."""
+
 Batch = tuple[torch.Tensor, ...]
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 Loop = Callable[[nn.Module, torch.optim.Optimizer, Sequence[Batch]], Any]

@@ -32,6 +32,7 @@ from tests.conformance.parity import (
     Batch,
     batches_of,
     build_seeded,
+    by_servers,
     check_same_bits,
     run_foreprop,
     servers_only,
@@ -172,6 +173,7 @@ def same_everywhere(variants: Sequence[dict[str, Any]], **settings: Any) -> None
 
 
 @servers_only
+@by_servers
 def test_who_holds_up_the_norm_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     """The last layer's server has all pushes, and waits for the server of the first one."""
     told: list[str] = []

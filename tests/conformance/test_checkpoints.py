@@ -26,6 +26,7 @@ from tests.conformance.parity import (
     Build,
     batches_of,
     build_seeded,
+    by_servers,
     check_same_bits,
     check_same_optimizer_state,
     make_batches,
@@ -297,6 +298,7 @@ def test_state_dict_with_keep_vars() -> None:
 
 
 @servers_only
+@by_servers
 def test_the_optimizers_state_is_not_kept_twice() -> None:
     """It lives on the servers; here it is only while state_dict() is made."""
     model, optimizer = build_seeded(BUILDS["adam"])
@@ -325,6 +327,7 @@ def test_what_was_loaded_is_not_kept_when_servers_have_it() -> None:
 
 
 @pytest.mark.parametrize("what", ["model", "optimizer", "both"])
+@by_servers
 def test_loading_between_backward_and_step_is_an_error(what: str) -> None:
     model, optimizer = build_seeded(BUILDS["adam"])
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -341,6 +344,7 @@ def test_loading_between_backward_and_step_is_an_error(what: str) -> None:
             optimizer.load_state_dict(saved[1])
 
 
+@by_servers
 def test_loaded_state_is_there_on_every_rank_at_once() -> None:
     """Also while rank 0's is still on its way to the servers."""
     model, optimizer = build_seeded(BUILDS["adagrad"])

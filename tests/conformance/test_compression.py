@@ -32,6 +32,7 @@ from tests.conformance.parity import (
     Build,
     batches_of,
     build_seeded,
+    by_servers,
     check_same_bits,
     check_same_optimizer_state,
     make_batches,
@@ -296,6 +297,7 @@ def test_changes_by_hand(
 
 
 @pytest.mark.parametrize("wire_dtype", ["bfloat16", *long_cases(None)])
+@by_servers
 def test_what_only_another_rank_changes_through_data_is_lost_as_ever(
     wire_dtype: str | None,
 ) -> None:
@@ -318,6 +320,7 @@ def test_what_only_another_rank_changes_through_data_is_lost_as_ever(
     check_same_bits(got[1], got[0])
 
 
+@by_servers
 def test_a_change_that_leaves_no_trace_is_an_error() -> None:
     model, optimizer = build_seeded(with_wide())
     with pytest.raises(TrainingLoopError, match=r"^0.weight was changed before its update of st"):  # noqa: PT012, SIM117

@@ -166,7 +166,8 @@ def test_a_parameter_that_is_used_now_and_then(local: int, preset: str) -> None:
         return seen
 
     relays = {"local_size": 2, "local_aggregation": "on"} if local == 2 else {}
-    check_contract(build, loop, steps=6, ranks=4, preset=preset, **relays)
+    about = {"preset": preset, "update": "workers"}
+    check_contract(build, loop, steps=6, ranks=4, **about, **relays)
 
 
 def holding(when: str, clear: Any) -> ReadingLoop:

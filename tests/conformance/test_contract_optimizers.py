@@ -219,7 +219,10 @@ def _by_hand(model: nn.Module, _: Any, batches: Sequence[Batch], average: Averag
 
 @pytest.mark.parametrize(
     ("loop", "settings"),
-    few([_by_hand, plainly], [{}, {"architecture": "ring"}, {"preset": "tensorflow"}]),
+    few(
+        [_by_hand, plainly],
+        [{}, {"architecture": "ring"}, {"preset": "tensorflow", "update": "workers"}],
+    ),
 )
 def test_without_an_optimizer_gradients_are_averaged(
     loop: ReadingLoop, settings: dict[str, Any]

@@ -20,6 +20,7 @@ from tests.conformance.matrices import few
 from tests.conformance.parity import (
     batches_of,
     build_seeded,
+    by_servers,
     check_close,
     check_same_bits,
     check_world_of_one,
@@ -80,6 +81,7 @@ def _replace(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("edit", "steps"), few([_clip, _clip_values, _scale, _replace], [1, 3]))
+@by_servers
 def test_an_edit_that_the_first_step_did_not_make(
     edit: Callable[[nn.Module], None], steps: int
 ) -> None:
@@ -93,6 +95,7 @@ def test_an_edit_that_the_first_step_did_not_make(
 
 
 @pytest.mark.parametrize("way", ["optimizer", "model", "by hand", "in place"])
+@by_servers
 def test_a_discarded_gradient(way: str) -> None:
     with (
         _session(3) as (model, optimizer, session),
@@ -112,6 +115,7 @@ def test_a_discarded_gradient(way: str) -> None:
 
 
 @pytest.mark.parametrize("zero", [True, False])
+@by_servers
 def test_a_skipped_step(zero: bool) -> None:
     with (
         _session(3) as (model, optimizer, _),
@@ -124,6 +128,7 @@ def test_a_skipped_step(zero: bool) -> None:
 
 
 @pytest.mark.parametrize("discard", [False, True])
+@by_servers
 def test_a_second_graph_after_the_push(discard: bool) -> None:
     """Both graphs were built before the first backward pass, so no parameter is used again."""
     model, optimizer = build_seeded(with_sgd(lambda: nn.Linear(5, 3)))
@@ -142,6 +147,7 @@ def test_a_second_graph_after_the_push(discard: bool) -> None:
         second.backward()
 
 
+@by_servers
 def test_a_second_graph_that_needs_the_old_values() -> None:
     with _session(3) as (model, optimizer, _), pytest.raises(RuntimeError) as caught:
         (x, y), (x2, y2) = make_batches(2)
@@ -163,6 +169,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", USES)
+@by_servers
 def test_a_use_between_backward_and_step(name: str) -> None:
     with (
         _session(3) as (model, optimizer, _),
@@ -206,6 +213,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 @pytest.mark.parametrize(("name", "steps"), few(CHANGES, STEPS[1:]))
+@by_servers
 def test_a_parameter_changed_while_pending(name: str, steps: int) -> None:
     with (
         _session(steps) as (model, _, _),
@@ -283,6 +291,7 @@ def test_a_change_before_the_first_step_counts() -> None:
 
 @servers_only
 @pytest.mark.parametrize(("culprit", "preset"), few([0, 1], ["p3", "kvstore", "tensorflow"]))
+@by_servers
 def test_a_change_on_one_rank_only(culprit: int, preset: str) -> None:
     def work(world: World) -> None:
         model, optimizer = build_seeded(with_sgd())
@@ -340,6 +349,7 @@ def test_a_second_backward_pass_after_the_step() -> None:
     assert len(caught.value.__notes__) == 1
 
 
+@by_servers
 def test_a_use_through_detach() -> None:
     """Autograd does not know that the detached value must outlive the parameter's gradient."""
     with _session(1) as (model, optimizer, _), pytest.raises(RuntimeError) as caught:
@@ -392,6 +402,7 @@ def test_autograd_is_given_back() -> None:
 
 
 # The model's own zero_grad.
+@by_servers
 def test_zero_grad_of_the_model_in_place_right_after_the_step_is_an_error() -> None:
     """It writes zeros into gradients that may be on their way; the optimizer's own is right."""
     with (
@@ -422,6 +433,7 @@ def test_zero_grad_of_the_model_in_place_before_the_forward_pass_is_right() -> N
 
 
 @servers_only
+@by_servers
 def test_zero_grad_in_place_while_a_link_is_slow_is_an_error() -> None:
     def work(world: World) -> None:
         model = nn.Sequential(nn.Linear(5, 400), nn.Linear(400, 400), nn.Linear(400, 3))
@@ -476,6 +488,9 @@ def test_a_rank_that_ends_before_its_first_step_is_named_at_once(leaver: int, ra
     if raises:
         assert isinstance(told, foreprop.PeerLost)
         assert f"rank {leaver} ended: LookupError: no data here" in str(told)
+    elif leaver:
+        assert isinstance(told, foreprop.PeerLost)
+        assert "rank 1 has left the session, but ranks [0] are at step 1" in str(told)
     else:
         assert isinstance(told, TrainingLoopError)
         assert f"rank {leaver}: the session was closed before its first step" in str(told)

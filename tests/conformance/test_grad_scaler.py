@@ -19,6 +19,7 @@ from tests.conformance.matrices import PROTOCOLS, few
 from tests.conformance.parity import (
     batches_of,
     build_seeded,
+    by_servers,
     check_close,
     check_same_bits,
     make_batches,
@@ -165,6 +166,7 @@ def test_a_scaler_that_is_disabled_changes_nothing() -> None:
 
 # What goes wrong.
 @pytest.mark.parametrize("steps", [0, 3])
+@by_servers
 def test_unscaling_by_hand_is_told_what_to_do(steps: int) -> None:
     model, optimizer = build_seeded(with_sgd())
     scaler = make_scaler()
@@ -177,6 +179,7 @@ def test_unscaling_by_hand_is_told_what_to_do(steps: int) -> None:
     assert "Leave scaler= out" in str(told.value)
 
 
+@by_servers
 def test_a_scaler_that_was_not_given_to_parallelize() -> None:
     """And that the first step did not use: otherwise workers update."""
     model, optimizer = build_seeded(with_sgd())
@@ -190,6 +193,7 @@ def test_a_scaler_that_was_not_given_to_parallelize() -> None:
     assert not {"grad_scale", "found_inf", "_step_supports_amp_scaling"} & set(vars(optimizer))
 
 
+@by_servers
 def test_nor_may_it_unscale() -> None:
     model, optimizer = build_seeded(with_sgd(nesterov=True, fused=True))
     scaler = make_scaler()
@@ -205,6 +209,7 @@ def test_nor_may_it_unscale() -> None:
     assert vars(optimizer)["_step_supports_amp_scaling"] is True  # of a fused optimizer
 
 
+@by_servers
 def test_a_step_past_the_scaler() -> None:
     model, optimizer = build_seeded(with_sgd())
     with (
@@ -233,6 +238,7 @@ def test_something_else_than_a_scaler() -> None:
         foreprop.parallelize(model, optimizer, world=worlds(1)[0], scaler=2.0)  # type: ignore[arg-type]
 
 
+@by_servers
 def test_a_scaler_on_one_rank_only() -> None:
     def work(world: World) -> None:
         model, optimizer = build_seeded(with_sgd())
@@ -244,6 +250,7 @@ def test_a_scaler_on_one_rank_only() -> None:
         run_cluster(2, work)
 
 
+@by_servers
 def test_ranks_with_other_scales() -> None:
     def work(world: World) -> str:
         model, optimizer = build_seeded(with_sgd())

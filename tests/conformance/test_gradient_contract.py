@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 import foreprop
 from foreprop import Session
 from foreprop.cluster.world import World
+from foreprop.core.frames import PACE_STEPS
 from tests.cluster import run_cluster
 from tests.conformance.averaging_by_hand import (
     Average,
@@ -228,8 +229,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ring": {"architecture": "ring"},
     "ring_of_three": {"architecture": "ring", "ranks": 3},
     "relays": {"ranks": 4, "local_size": 2, "local_aggregation": "on"},
-    "kvstore": {"preset": "kvstore"},
-    "tensorflow": {"preset": "tensorflow"},
+    "kvstore": {"preset": "kvstore", "update": "workers"},
+    "tensorflow": {"preset": "tensorflow", "update": "workers"},
     "tiny_slices": {"slice_elems": 5},
     "workers": {"update": "workers"},
 }
@@ -255,7 +256,11 @@ def test_zeroed_in_place(name: str) -> None:
     check_contract(with_sgd(), using(use, set_to_none=False), rtol=CLOSE)
 
 
-@pytest.mark.parametrize("settings", [{}, {"preset": "kvstore"}, {"architecture": "ring"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"preset": "kvstore", "update": "workers"}, {"architecture": "ring"}],
+    ids=str,
+)
 def test_read_on_rank_0_only(settings: dict[str, Any]) -> None:
     """The others' gradients come when they call `step()`; nobody waits for ever."""
 
@@ -279,8 +284,11 @@ def test_a_wire_of_half_precision() -> None:
 
 
 def test_the_wait_for_a_norm_is_counted_and_in_the_trace(tmp_path: Path) -> None:
-    """So `foreprop report` says of a loop that clips how long it waits."""
-    batches = batches_of(2)
+    """So `foreprop report` says of a loop that clips how long it waits.
+
+    Once all ranks have told with their paces that they take the norm, servers tell it.
+    """
+    batches = batches_of(2, count=2 * PACE_STEPS + 3)
 
     def work(world: World) -> Session:
         model, optimizer = build_seeded(with_sgd())
@@ -301,4 +309,5 @@ def test_the_wait_for_a_norm_is_counted_and_in_the_trace(tmp_path: Path) -> None
         norms |= {w["args"]["step"] for w in waits if w["name"] == "norm of the gradients"}
         waited_s = sum(event["dur"] for event in waits) / 1e6
         assert session.stats()["waited_s"] == pytest.approx(waited_s, abs=0.05)
-    assert norms == {1, 2, 3, 4}  # who is there first waits for the other
+    first = 2 * PACE_STEPS + 1
+    assert norms == {first, first + 1, first + 2}  # who is there first waits for the other

@@ -28,6 +28,7 @@ from tests.conformance.parity import (
     Trained,
     batches_of,
     build_seeded,
+    by_servers,
     check_close,
     check_same_bits,
     check_same_optimizer_state,
@@ -201,6 +202,7 @@ def test_a_change_before_the_first_step_counts() -> None:
         ([0, 1], r"0.weight was changed by hand .* on nodes \[0\] but not on nodes \[1\]"),
     ],
 )
+@by_servers
 def test_a_change_on_some_ranks_is_an_error_that_names_them(
     culprits: list[int], message: str
 ) -> None:
@@ -220,6 +222,7 @@ def test_a_change_on_some_ranks_is_an_error_that_names_them(
 
 
 @pytest.mark.parametrize(("culprit", "first"), [(3, 2), (2, 0)])
+@by_servers
 def test_ranks_that_set_another_learning_rate_are_named(culprit: int, first: int) -> None:
     """Within a node by its relay, between nodes by the servers, who know each node's first."""
 

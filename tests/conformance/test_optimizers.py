@@ -22,6 +22,7 @@ from tests.conformance.parity import (
     Batch,
     batches_of,
     build_seeded,
+    by_servers,
     check_same_bits,
     check_world_of_one,
     check_world_of_two,
@@ -102,6 +103,7 @@ def test_two_workers(name: str) -> None:
 
 
 @servers_only
+@by_servers
 def test_fused_as_given_by_the_user() -> None:
     """Servers use the plain loop, whose last bit may differ from the fused kernel's."""
     build = _with(torch.optim.Adam, lr=0.01, fused=True)
@@ -298,6 +300,7 @@ def test_muon_is_refused() -> None:
     _check_refused(model, muon, "whole matrices", update="servers")
 
 
+@by_servers
 def test_differentiable_is_refused() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, differentiable=True)
@@ -305,6 +308,7 @@ def test_differentiable_is_refused() -> None:
 
 
 @pytest.mark.parametrize("lr", [float("nan"), float("inf")])
+@by_servers
 def test_a_rate_that_is_no_number_is_refused(lr: float) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -353,6 +357,7 @@ def _check_refused(
 
 
 # Changes at the wrong time.
+@by_servers
 def test_add_param_group_after_parallelize() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model[:2].parameters(), lr=0.1)
@@ -366,6 +371,7 @@ def test_add_param_group_after_parallelize() -> None:
 
 
 @pytest.mark.parametrize("setting", ["lr", "momentum"])
+@by_servers
 def test_settings_changed_between_backward_and_step(setting: str) -> None:
     model, optimizer = build_seeded(with_sgd())
     with (
@@ -392,6 +398,7 @@ def test_settings_changed_before_backward_count_at_once() -> None:
     check_world_of_one(with_sgd(), loop, make_batches())
 
 
+@by_servers
 def test_different_rates_on_ranks() -> None:
     def work(world: Any) -> None:
         model, optimizer = build_seeded(with_sgd(lr=0.1))

@@ -205,6 +205,17 @@ def test_in_the_middle_of_an_epoch(tmp_path: Path, case: tuple[str, str]) -> Non
 
 
 @once
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+@pytest.mark.parametrize(("saved_by", "update"), [("servers", "workers"), ("workers", "servers")])
+def test_who_updates_may_change(tmp_path: Path, saved_by: str, update: str, optimizer: str) -> None:
+    """SGD and Adam have the same bits on servers and on workers."""
+    whole = run(2, Training(tmp_path / "whole", optimizer, settings={"update": update}))
+    folder = tmp_path / "stopped"
+    stop(2, Training(folder, optimizer, stop_at=10, settings={"update": saved_by}))
+    check_same(run(2, Training(folder, optimizer, settings={"update": update})), whole, 8)
+
+
+@once
 @pytest.mark.parametrize("architecture", ["p2p", *long_cases("ring")])
 @pytest.mark.parametrize("stop_at", [1, *long_cases(4, 6, 7, 18)])
 def test_stopped_at_any_border(tmp_path: Path, architecture: str, stop_at: int) -> None:

@@ -25,6 +25,7 @@ from tests.conformance.parity import (
     Build,
     batches_of,
     build_seeded,
+    by_servers,
     check_close,
     check_same_bits,
     make_batches,
@@ -130,6 +131,7 @@ def test_all_ranks_learn_one_planned_order() -> None:
     assert sorted(order[0]) == list(range(chunks[0]))
 
 
+@by_servers
 def test_a_rank_that_never_makes_its_step_is_named() -> None:
     done: list[int] = []
 
@@ -157,6 +159,7 @@ def test_a_rank_that_never_makes_its_step_is_named() -> None:
     assert "rank 1 has not said what it waits for" in told
 
 
+@by_servers
 def test_a_change_by_hand_on_one_rank_only_is_an_error() -> None:
     def work(world: World) -> None:
         model, optimizer = build_seeded(with_sgd())

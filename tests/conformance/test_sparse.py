@@ -25,6 +25,7 @@ from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
     build_seeded,
+    by_servers,
     check_close,
     check_same_bits,
     check_world_of_one,
@@ -527,6 +528,7 @@ def test_a_dense_gradient_of_a_table() -> None:
     session.close()
 
 
+@by_servers
 def test_a_sparse_gradient_of_which_no_module_told() -> None:
     """``F.embedding(sparse=True)`` with a parameter of one's own: held whole."""
 

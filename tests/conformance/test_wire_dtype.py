@@ -25,6 +25,7 @@ from tests.conformance.parity import (
     Build,
     batches_of,
     build_seeded,
+    by_servers,
     check_same_bits,
     make_batches,
     run_foreprop,
@@ -36,6 +37,7 @@ from tests.conformance.scaler_runs import make_scaler
 from tests.conformance.sparse_models import Words, with_optimizer, words_of
 from tests.tiers import long_cases
 
+pytestmark = by_servers  # which keep the values in full
 HALVES = ("bfloat16", "float16")
 RING = Config.resolve().architecture == "ring"
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}

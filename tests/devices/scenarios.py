@@ -339,7 +339,9 @@ SCENARIOS: dict[str, Scenario] = {
     "tables-remote": with_settings(architecture="p2p", whole_tables="all")(
         remote_rows, plain, adagrad
     ),
-    "sparse-dense": with_settings(architecture="p2p", dense_parameters="*")(Rows, plain, adagrad),
+    "sparse-dense": with_settings(architecture="p2p", update="servers", dense_parameters="*")(
+        Rows, plain, adagrad
+    ),
     "sparse-ring": ring(Rows, plain, adagrad),
     "hybrid": with_settings(architecture="hybrid")(Rows, plain, adagrad),
     "hybrid-remote": with_settings(architecture="hybrid", whole_tables="all")(

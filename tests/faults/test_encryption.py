@@ -134,7 +134,8 @@ def test_a_listener_reads_no_gradient_and_no_parameter(encrypted: dict[str, Any]
     values: dict[str, list[torch.Tensor]] = {}
     for name, changes in {"plain": {}, "encrypted": encrypted}.items():
         with on_the_path() as path:
-            first, values[name] = run_cluster(2, lambda world, more=changes: train(world, **more))
+            about = {"update": "servers", **changes}  # new values are sent
+            first, values[name] = run_cluster(2, lambda world, more=about: train(world, **more))
         said[name] = path.everything
         assert all(map(torch.equal, first, values["plain"]))
     wanted = [value.numpy().tobytes()[:64] for value in first] + [b'"SGD"', b"0.weight"]

@@ -164,7 +164,7 @@ def test_codecs_beside_exact_ones_and_hooks_of_ddp(tmp_path: Path) -> None:
 
 
 def test_loops_that_clip_send_what_others_do(capfd: pytest.CaptureFixture[str]) -> None:
-    systems = ("p3", "p3-workers", "p3-clip", "p3-clip-setting")
+    systems = ("p3", "p3-servers", "p3-clip", "p3-clip-setting")
     result = run_lab(replace(SETTING, systems=systems, iterations=5))
     if result.notices:
         pytest.skip(result.notices[0])

@@ -51,7 +51,9 @@ def measure(place: str, slices: int, steps: int, world: World) -> Cost:
     with lagging(manner="eager"):
         model = torch.nn.ParameterList(torch.zeros(ELEMS, device=place) for _ in range(PARAMETERS))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        config = Config.resolve("p3", architecture="p2p", slice_elems=ELEMS // slices)
+        config = Config.resolve(
+            "p3", architecture="p2p", update="servers", slice_elems=ELEMS // slices
+        )
         with ConnectedSession(model, optimizer, world, config) as session:
             for parameter in model:
                 parameter.grad = torch.ones_like(parameter)

@@ -40,7 +40,7 @@ def train_and_look(model: Any, optimizer: Any, batches: Any, session: Any) -> di
     [
         ({"architecture": "p2p", "update": "servers"}, 2, 2),
         ({"architecture": "p2p", "update": "workers"}, 3, 4),
-        ({"architecture": "ring"}, 1, 4),
+        ({"architecture": "ring", "update": "servers"}, 1, 4),
     ],
 )
 def test_bytes_held(settings: dict[str, Any], pinned: float, on_device: float) -> None:

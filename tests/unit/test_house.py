@@ -1,9 +1,10 @@
 """The house rules of src/foreprop: arrows only go down, a name means one thing, nothing is long.
 
 Folders form an order, and imports only go down it, those inside functions and for types too. In the
-folders of a training no file name and no class name occurs twice. Files have at most 400 lines and
-functions 60. What does not hold yet is listed with today's state, and the lists only get shorter: a
-test fails when something new is wrong, and when an exception is no longer needed.
+folders of a training no file name and no class name occurs twice. Files have at most 600 lines, if
+they are one idea, and functions 60. What does not hold yet is listed with today's state, and the
+lists only get shorter: a test fails when something new is wrong, and when an exception is no longer
+needed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BESIDE = {"experiments", "benchmarks", "tests"}
 """Folders that are in no wheel."""
 TOP = {"__init__", "__main__"}
 """They stand above all."""
-MOST_FILE_LINES = 400
+MOST_FILE_LINES = 600
 MOST_FUNCTION_LINES = 60
 
 UP: set[str] = set()
@@ -245,11 +246,11 @@ def test_what_is_too_long_is_found(tmp_path: Path) -> None:
     body = "    x = 1\n"
     src = _make(
         tmp_path,
-        path__long="# a line\n" * 401,
-        path__right="# a line\n" * 400,
+        path__long="# a line\n" * 601,
+        path__right="# a line\n" * 600,
         core__functions=f"def right():\n{body * 59}\nasync def long():\n{body * 60}",
     )
-    assert find_long(src) == {"path/long.py": 401, "core/functions.py:long": 61}
+    assert find_long(src) == {"path/long.py": 601, "core/functions.py:long": 61}
 
 
 def test_caches_without_a_guard_are_found(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-MOST_MODULES = 50
-MOST_LINES = 10_000
+MOST_MODULES = 53  # of these a step that workers make takes three
+MOST_LINES = 10_400
 
 NEVER = (
     "numerics compression tables relays staleness elastic buddies collectives data auto workload"
@@ -72,7 +72,7 @@ def test_a_plain_training_loads_no_feature() -> None:
     servers_side = {"path.server", "path.slices", "core.server_machine", "core.rows_machine"}
     assert not servers_side & loaded().keys()
     unused = {"hooks.scripted", "hooks.compute_trace", "session.checkpoints", "session.automatic"}
-    unused |= {"hooks.copies", "hooks.wrappers", "config.typed", "gradients.roundpart"}
+    unused |= {"hooks.copies", "hooks.wrappers", "config.typed"}
     unused |= {"path.requests", "path.sums", "path.tensors", "path.gpumemory", "observe.trace"}
     unused |= {"observe.metrics", "observe.status", "session.figures", "session.seconderror"}
     unused |= {"config.checks", "config.otherhosts", "config.parsing"}

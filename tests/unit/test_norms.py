@@ -50,9 +50,9 @@ def test_a_wait_for_the_norm_counts_as_waited() -> None:
     norm._engine.inquiry.ask_about_incomplete = describe
     telling = threading.Thread(target=tell)
     telling.start()
-    assert norm.square_sums(1) == [ZERO]
+    assert norm.square_sums(1, 1) == [ZERO]
     telling.join()
     assert progress.counters.waits == 1
     assert progress.counters.waited_s > 0
-    norm.square_sums(1)
+    norm.square_sums(1, 1)
     assert progress.counters.waits == 1, "there was nothing to wait for"

@@ -19,9 +19,9 @@ def make_step(rounds: Rounds, passes: int, *, discards: int = 0, learning: bool 
     return last
 
 
-def test_nothing_leaves_early_in_the_first_step() -> None:
+def test_one_pass_is_expected_in_the_first_step() -> None:
     rounds = Rounds()
-    assert make_step(rounds, 2, learning=True) == 0
+    assert make_step(rounds, 2, learning=True) == 1  # too early: another round follows
     assert make_step(rounds, 2) == 2
 
 

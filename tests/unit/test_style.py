@@ -115,7 +115,7 @@ def test_p3_is_blue_and_its_variants_are() -> None:
     blue = STYLES["p3"].light
     red, green, strongest = (int(blue[i : i + 2], 16) for i in (1, 3, 5))
     assert strongest > green > red
-    for name in ("p3", "p3@200000", "p3-fine", "p3-workers", "p2p p3", "p2p", "ps"):
+    for name in ("p3", "p3@200000", "p3-fine", "p3-servers", "p2p p3", "p2p", "ps"):
         assert style_of(name).light == blue, name
     for name in set(STYLES) - {"p3"}:
         assert style_of(name).light != blue

@@ -44,7 +44,6 @@ from foreprop.model.planner import MOST_NODES, P3, Candidate, PlanSetting, deplo
 from foreprop.model.planner import choose as choose_candidate
 from foreprop.model.refined import step_s
 from foreprop.quantities import rate_text, time_text
-from foreprop.servers.describing import maybe_preset
 from foreprop.simulate.slicesize import choose_slice_elems
 from foreprop.workload.profile import Profile
 
@@ -299,7 +298,7 @@ def plan_session(
 
 def preset_of(config: Config) -> str:
     """The one whose knobs are set; p3 if it is nobody's."""
-    return maybe_preset(config) or P3
+    return config.preset or P3
 
 
 def _deployment(

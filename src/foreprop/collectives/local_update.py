@@ -150,10 +150,6 @@ class LocalState:
     def drop(self) -> None:
         """It stays where it is."""
 
-    def leave_updates(self) -> None:
-        self.pull(0)
-        self._by_workers = True
-
     def replace(self, step: int) -> None:
         """Every rank goes on from what it has loaded itself."""
         if not self._by_workers:

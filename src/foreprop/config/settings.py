@@ -79,8 +79,10 @@ class Config:
     )
     update: UpdateBy = _setting(
         "auto",
-        "who applies the optimizer: servers, each to its share; workers, each to all, after"
-        " gradients that may be read and edited as with DDP; auto: what the first step needs",
+        "who applies the optimizer: workers, each to all, after gradients that may be read and"
+        " edited as with DDP; servers, each to its share of the parameters, with its share of the"
+        " optimizer's state; auto: workers, unless another setting or a published preset needs"
+        " servers",
     )
     granularity: Granularity = _setting(
         "slice", "what is sent as one: slices of slice_elems, or whole arrays"
@@ -298,6 +300,14 @@ class Config:
 
             raise unknown_preset(name_of_preset, PRESETS)
         return cls(**{**PRESETS[name_of_preset], **environment, **explicit})
+
+    @property
+    def preset(self) -> str | None:
+        """The one whose knobs are set, be it by name or one by one."""
+        for name, knobs in PRESETS.items():
+            if all(getattr(self, knob) == value for knob, value in knobs.items()):
+                return name
+        return None
 
     def replace(self, **changes: Any) -> Config:
         return dataclasses.replace(self, **changes)

@@ -67,6 +67,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0's new order of first use (`core.useorder`), if it has changed for good."""
     measure: bool = False
     """Rank 0's: all are to measure their links (`core.linkwatch`)."""
+    norm: bool = False
+    """Its loop has asked for the norm of gradients, in this window."""
 
 
 class WindowReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,8 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
-from foreprop.gradients.averaging import AverageReader, Averaging
+from foreprop.errors import TrainingLoopError
+from foreprop.gradients.averaging import AverageReader, Averaging, outside_transforms
 from foreprop.path.parameter import GET_DATA, FirstUse, ValueMark
 from foreprop.path.servedgradient import SeenGradient
 from foreprop.path.waiting import (
@@ -117,6 +118,7 @@ class AveragedParameter:
                 session.check_layout(self.index, gradient.layout)
             session.gradient_ready(self)
             if self.left:
+                self._check_not_scaled(gradient)
                 self._together.close_round()
             if gradient is not self._seen.tensor() or gradient._version != self._seen.version + 1:
                 self.discards = self.passes  # a new gradient, or a zeroed one
@@ -125,6 +127,15 @@ class AveragedParameter:
             self._note_own(gradient)
             if session.eager and self.wanted and self._together.rounds.is_last_pass:
                 self._begin_round(gradient)
+
+    def _check_not_scaled(self, gradient: torch.Tensor) -> None:
+        """A factor that waits for the average would be lost when a pass adds to the gradient."""
+        if self._under_way and self._part.scalings.all and gradient is self._seen.tensor():
+            raise TrainingLoopError(
+                f"the gradient of {self.name} was multiplied after its backward pass, and another"
+                " pass adds to it before it has been used: scale the loss instead, call"
+                " optimizer.zero_grad() in between, or read the gradient once it is multiplied"
+            )
 
     def _note_own(self, gradient: torch.Tensor) -> None:
         """What is in ``p.grad`` is this rank's own: who reads it waits for the average."""
@@ -195,7 +206,7 @@ class AveragedParameter:
             gradient = self._seen.tensor()
             if self._needs_round and gradient is not None:
                 self.wanted = True  # from now on in every step
-                self._session.gradients_read(self)
+                self._session.gradients_read()
             if self._part.end() and gradient is not None:
                 self._show(gradient)
 
@@ -229,17 +240,32 @@ class AveragedParameter:
         """
         if self._update is not None:
             return False
+        self._together.asks_norm |= norm
         if self._needs_round:
             self.wanted = True
             with torch._C.DisableTorchFunctionSubclass():
-                self._session.gradients_read(self, norm=norm)
+                self._session.gradients_read()
         return True
 
     def squares(self) -> SquareSum | None:
-        """The sum of the average's squares, if the servers tell it; blocks until they have."""
-        if self._update is not None or not (self._together.measures and self.left):
+        """The sum of the average's squares; blocks until the servers tell it, or it is here.
+
+        None if it is known in another way only: the average has been multiplied already, say.
+        """
+        if self._update is not None:
             return None
-        return self._session.square_sums(self._part.serial)[self.index]
+        if self._together.measures and self.left:
+            return self._session.square_sums(self._together.measured_number(self._part.serial))[
+                self.index
+            ]
+        self.averaged()
+        gradient = self._seen.tensor()
+        if gradient is None or self._part.scalings.all or gradient.layout != torch.strided:
+            return None
+        from foreprop.path.sums import square_sum  # for loops that take the norm
+
+        # what a device shows is a copy of what has landed on the host
+        return square_sum(gradient.detach() if gradient.is_cpu else self._part.landing.room)
 
     @property
     def scalings(self) -> Sequence[Scaling]:
@@ -339,7 +365,12 @@ class AveragedParameter:
     def settle(self) -> None:
         """Make the pending update, if there is one."""
         if self._update is not None:
-            with self._together.settling, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            with (
+                self._together.settling,
+                outside_transforms(),
+                torch._C.DisableTorchFunctionSubclass(),
+                torch.no_grad(),
+            ):
                 self._make_update()
 
     def _make_update(self) -> None:

@@ -3,18 +3,20 @@
 The step is that of the user's optimizer. Who reads a gradient that waits finds the average.
 
 Theory of operation. A *round* averages every parameter's gradient once. A step has one round, which
-begins in the backward pass that is the step's last as far as earlier steps tell: then every
-gradient leaves as soon as autograd has computed it. If another backward pass follows, or the step
-is never made, that round's averages are not what the step needs: the round is closed, and another
-one begins, in which all gradients leave when the step is made. Loops run as many backward passes on
-every rank, so every rank counts the same rounds, whatever parameters its passes have used: the
-passes are those of the parameter that had most.
+begins in the backward pass that is the step's last as far as earlier steps tell (the first one, in
+the first step): then every gradient leaves as soon as autograd has computed it. If another backward
+pass follows, or the step is never made, that round's averages are not what the step needs: the
+round is closed, and another one begins, in which all gradients leave when the step is made. Loops
+run as many backward passes on every rank, so every rank counts the same rounds, whatever parameters
+its passes have used: the passes are those of the parameter that had most.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +44,8 @@ class Rounds:
         self._counts_rounds = counts_rounds
         self._again = 0  # rounds of this step before it
         self._fixed = fixed_passes
-        self._expected = 0  # passes per step, with those whose gradients are discarded
+        # passes per step, with those whose gradients are discarded
+        self._expected = fixed_passes or 1
         self._passes = 0  # of the parameter that had most, since the last step
         self._fewer = 0  # passes of the last step, if it had fewer than expected
 
@@ -72,8 +75,8 @@ class Rounds:
     def end_step(self, discards: int, *, learning: bool) -> None:
         """The step is made. ``discards``: of the passes of the parameter that had most.
 
-        While ``learning`` nothing leaves early, so what the step shows is what the next ones are
-        expected to be. Later ones raise that at once, and lower it when two agree.
+        While ``learning``, what the step shows is what the next ones are expected to be. Later
+        ones raise that at once, and lower it when two agree.
         """
         self.serial += 1
         self.step += 1
@@ -103,7 +106,11 @@ class Averaging:
         self.settling = threading.RLock()
         """Held while gradients or updates are made visible: any thread may want them."""
         self.measures = False
-        """Whether servers tell every round's sums of squares."""
+        """Whether servers tell every round's sums of squares, as all ranks have agreed."""
+        self._measured_from = 0  # the first round since then
+        self._measured_before = 0  # rounds, until it was off again
+        self.asks_norm = False
+        """Whether this rank's loop has taken the norm of gradients in this step."""
         self.parameters: list[AveragedParameter] = []
         self._averaged: tuple[int, bool, bool] | None = None
         """The round of which nothing is left to be averaged, and how it was."""
@@ -118,6 +125,18 @@ class Averaging:
         from foreprop.gradients.localstep import LocalStepper  # if the workers update
 
         return LocalStepper(self._optimizer, self.settle)
+
+    def measure(self, *, on: bool) -> None:
+        """Between two steps, on all ranks alike."""
+        if on and not self.measures:
+            self._measured_from = self.rounds.serial
+        if self.measures and not on:
+            self._measured_before += self.rounds.serial - self._measured_from
+        self.measures = on
+
+    def measured_number(self, serial: int) -> int:
+        """Of a measured round, counted from the first one that was."""
+        return self._measured_before + serial - self._measured_from + 1
 
     def defers(self) -> bool:
         """Whether the step that is called now may be made later, parameter by parameter."""
@@ -162,6 +181,12 @@ class Averaging:
         for parameter in self.parameters:
             parameter.settle()
 
+    def receive_others(self) -> None:
+        """Have the averages of those that only other ranks had a gradient of."""
+        for parameter in self._wanted:
+            if parameter.parameter.grad is None:
+                parameter.receive_gradient()
+
     def receive_all(self) -> None:
         """Have all averages in ``p.grad``."""
         for parameter in self._wanted:
@@ -205,6 +230,15 @@ class AverageReader:
         """Compiled code may read it, a compiled optimizer's step for one."""
         self.parameter.averaged()
         self.parameter.edited()
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """What a wait does belongs to no transform of ``torch.func`` whose function has to wait."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def _is_apart(result: Any, gradient: torch.Tensor | None) -> bool:

@@ -159,7 +159,7 @@ class Landing:
         """``fresh``: autograd has made this gradient, and nobody has looked at it since."""
         landed = self.room
         if gradient.layout != torch.strided:
-            gradient.data = landed.to_sparse(gradient.sparse_dim())
+            gradient.data = landed.to_sparse(gradient.sparse_dim()).to(gradient.device)
         elif fresh and _may_swap(gradient):
             self._room = gradient.detach()
             gradient.data = landed

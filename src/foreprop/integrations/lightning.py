@@ -22,7 +22,6 @@ from foreprop.integrations.lightningparts import (
     BackwardSyncControl,
     Callback,
     FabricDDP,
-    GradientAccumulationScheduler,
     LightningModule,
     NoOptimizer,
     Trainer,
@@ -31,7 +30,6 @@ from foreprop.integrations.lightningparts import (
 )
 from foreprop.integrations.lightningsessions import (
     FABRIC_ARGUMENTS,
-    ON_SERVERS,
     TRAINER_ARGUMENTS,
     SessionGroup,
     divide_arguments,
@@ -80,11 +78,10 @@ class ForepropStrategy(TrainerDDP):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_clipping(trainer)
-            self._begin(trainer)
+            self._begin()
 
-    def _begin(self, trainer: Trainer) -> None:
+    def _begin(self) -> None:
         model = self._module
-        more = {"update": "workers"} if self._needs_workers(trainer) else {}
         optimizers = [o for o in self.optimizers if not isinstance(o, NoOptimizer)]
         if not optimizers or share_parameters(optimizers):
             # gradients are averaged when they are read, whoever makes the steps
@@ -93,16 +90,7 @@ class ForepropStrategy(TrainerDDP):
                 print(_COMMON, file=sys.stderr, flush=True)
             return
         for optimizer in optimizers:
-            self._group.begin(model, optimizer, self.num_processes, **more)
-
-    def _needs_workers(self, trainer: Trainer) -> bool:
-        """Whether later steps may do what the first one, by which foreprop decides, does not."""
-        config = self._group.config
-        if config.update != "auto" or any(getattr(config, name) is not None for name in ON_SERVERS):
-            return False
-        callbacks: list[Callback] = getattr(trainer, "callbacks")  # noqa: B009 - set by a connector
-        scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
-        return scheduled or not self._module.automatic_optimization
+            self._group.begin(model, optimizer, self.num_processes)
 
     def _check_clipping(self, trainer: Trainer) -> None:
         config, by_trainer = self._group.config, trainer.gradient_clip_val

@@ -80,7 +80,6 @@ if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDP
     from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler
     from lightning.pytorch.core.optimizer import _MockOptimizer as NoOptimizer
     from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
     from lightning.pytorch.strategies import StrategyRegistry as TRAINER_REGISTRY
@@ -90,7 +89,6 @@ else:
     Callback = find(_TRAINER, "", "Callback")
     LightningModule = find(_TRAINER, "", "LightningModule")
     Trainer = find(_TRAINER, "", "Trainer")
-    GradientAccumulationScheduler = find(_TRAINER, "callbacks", "GradientAccumulationScheduler")
     NoOptimizer = find(_TRAINER, "core.optimizer", "_MockOptimizer")
     TrainerDDP = find(_TRAINER, "strategies", "DDPStrategy")
     TRAINER_REGISTRY = find(_TRAINER, "strategies", "StrategyRegistry")
@@ -107,7 +105,6 @@ __all__ = [
     "BackwardSyncControl",
     "Callback",
     "FabricDDP",
-    "GradientAccumulationScheduler",
     "LightningModule",
     "NoOptimizer",
     "Trainer",

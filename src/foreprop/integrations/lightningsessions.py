@@ -27,8 +27,6 @@ _SHARED_ARGUMENTS = (
 """What both kinds of Lightning's DDPStrategy take, and ours passes on."""
 TRAINER_ARGUMENTS = (*_SHARED_ARGUMENTS, "precision_plugin")
 FABRIC_ARGUMENTS = (*_SHARED_ARGUMENTS, "precision")
-ON_SERVERS = ("clip_grad_norm", "clip_grad_value", "ema")
-"""Settings that only servers can apply."""
 _OF_DDP = (
     *inspect.signature(DistributedDataParallel.__init__).parameters,
     "ddp_comm_state",
@@ -69,12 +67,10 @@ class SessionGroup:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         local_size: int,
-        **more: Any,
     ) -> None:
-        """``local_size``: this node's processes; ``more``: settings besides the user's."""
-        world = _world(local_size)
-        settings = self._settings | more
-        session = parallelize(model, optimizer, preset=self._preset, world=world, **settings)
+        """``local_size``: this node's processes."""
+        about = {**self._settings, "world": _world(local_size)}
+        session = parallelize(model, optimizer, preset=self._preset, **about)
         self.open.append(session)
         self._optimizers.append(optimizer)
 

@@ -170,7 +170,7 @@ class WorkerNorm:
         if self._engine.rank == 0:
             self._combine(OUTSIDE, step, part)
 
-    def _wait_for_squares(self, round_: int) -> None:
+    def _wait_for_squares(self, round_: int, step: int) -> None:
         started_ns = time.perf_counter_ns()
         self._progress.wait_until(
             lambda: self._squares.has(round_),
@@ -178,15 +178,14 @@ class WorkerNorm:
             lambda: f"the norm of the gradients: {self._engine.inquiry.describe_incomplete()}",
             self._engine.inquiry.ask_about_incomplete,
         )
-        self._progress.count_wait("norm of the gradients", started_ns, round_)
+        self._progress.count_wait("norm of the gradients", started_ns, step)
 
     # Gradients that are only measured: the workers clip, or look at them.
-    def square_sums(self, round_: int) -> Sequence[SquareSum]:
-        """By parameter, of the averaged gradients of the session's so-manieth round.
+    def square_sums(self, round_: int, step: int) -> Sequence[SquareSum]:
+        """By parameter, of the averaged gradients of the so-manieth round that is measured.
 
-        Blocks until all of them are averaged, which counts as waited. Every round must have been
-        measured.
+        Blocks until all of them are averaged, which counts as waited in ``step``.
         """
         if not self._squares.has(round_):
-            self._wait_for_squares(round_)
+            self._wait_for_squares(round_, step)
         return self._squares.of(round_)

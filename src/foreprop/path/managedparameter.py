@@ -156,11 +156,8 @@ class SessionState(FirstUses, Protocol):
     def aggregated_gradient(self, parameter: int) -> torch.Tensor:
         """What the last update of the parameter was made with, flat, from who made it."""
 
-    def gradients_read(self, parameter: Watched, *, norm: bool = False) -> None:
-        """Somebody reads or edits this rank's own gradient: have it averaged.
-
-        ``norm``: no more is asked for than its norm.
-        """
+    def gradients_read(self) -> None:
+        """Somebody reads or edits a gradient that is this rank's own: have all averaged."""
 
     def square_sums(self, round_: int) -> Sequence[SquareSum]:
         """By parameter, of a round's averages; blocks until the servers have told them."""

@@ -153,13 +153,6 @@ class SynchronisedParameter:
         self._engine.wait(self._number, 0)
         self._value.land()
 
-    def take_over(
-        self, gradient: torch.Tensor | None, mark: ValueMark, *, passes: int, discards: int
-    ) -> None:
-        """In the middle of the first step: go on from what has been seen of it."""
-        self._value.mark = mark
-        self._gradient.go_on_from(gradient, passes=passes, discards=discards)
-
     # Its gradient.
     @property
     def left(self) -> bool:

@@ -197,13 +197,6 @@ class ServedGradient:
             if not (dropped and self.pushed_step):
                 self.seen.release()
 
-    def go_on_from(self, gradient: torch.Tensor | None, *, passes: int, discards: int) -> None:
-        """In the middle of the first step: what has been seen of it so far."""
-        self._passes.now, self._passes.discards = passes, discards
-        if gradient is not None:
-            self.seen.see(gradient)
-            self.seen.wait()
-
     # The end of a step.
     def finish_step(self, step: int) -> None:
         """`optimizer.step()`: push what has not been pushed; check what has."""

@@ -94,7 +94,7 @@ VARIANTS: Mapping[str, Style] = {
     "torchft": _variant("ddp", "v", "--"),
     "ring-tuned": _variant("ring", "*", "--"),
     "p3-fine": _variant("p3", "d", "--"),
-    "p3-workers": _variant("p3", "d", "-."),
+    "p3-servers": _variant("p3", "d", "-."),
     "p3-2019": _variant("p3", "H", ":"),
     "p3-elastic": STYLES["p3"],
     "p2p": STYLES["p3"],

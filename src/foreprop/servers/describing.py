@@ -35,17 +35,9 @@ def _describe_devices(setup: Setup) -> str:
     return describe_devices(setup.parameters)
 
 
-def maybe_preset(config: Config) -> str | None:
-    """The one whose knobs are set."""
-    for name, knobs in PRESETS.items():
-        if all(getattr(config, knob) == value for knob, value in knobs.items()):
-            return name
-    return None
-
-
 def _describe_order(config: Config) -> str:
     """The preset, or what no preset has together."""
-    if (name := maybe_preset(config)) is not None:
+    if (name := config.preset) is not None:
         return f"preset {name}"
     return " ".join(f"{knob}={getattr(config, knob)}" for knob in PRESETS["p3"])
 

@@ -88,12 +88,18 @@ class ServedBackend:
             from foreprop.servers.surviving import add_members
 
             add_members(self, setup.world)
+        self._tells_pace = False
         self._pace = Later({Kind.PACE_REPORT}, self._make_pace)
-        alone = setup.world.size == 1 or self.connections.workers_per_push > 1
-        alone = alone or setup.config.counts_some
-        if not (alone or manifest.knobs.staleness):  # paces are told by all of a step
-            self.engine.use(self._pace)
-            self.engine.end_window = lambda step: self._pace.service.end_window(step)
+        together = setup.world.size > 1 and self.connections.workers_per_push == 1
+        apart = setup.config.counts_some or manifest.knobs.staleness
+        if together and not apart:
+            self._tell_pace()
+
+    def _tell_pace(self) -> None:
+        """All ranks of a step do."""
+        self._tells_pace = True
+        self.engine.use(self._pace)
+        self.engine.end_window = lambda step: self._pace.service.end_window(step)
 
     def _manifest(self) -> Manifest:
         """Without the session's id."""
@@ -118,6 +124,16 @@ class ServedBackend:
     def pace(self) -> PaceKeeper | None:
         """Once some steps are made; never with local aggregation."""
         return self._pace.made
+
+    def ask_for_norm(self) -> None:
+        """This rank's loop has: told with its pace, so that all ranks agree."""
+        if self._tells_pace:
+            self._pace.service.asks_norm = True
+
+    @property
+    def measures_norm(self) -> bool:
+        """Whether all ranks have asked, so that servers tell `WorkerNorm.square_sums`."""
+        return self.pace is not None and self.pace.measures_norm
 
     @property
     def rows(self) -> RowExchange:
@@ -178,8 +194,6 @@ class ServedBackend:
         if self.codecs is not None and self._setup.scale is not None:
             self.codecs.residuals.announce(step, self._setup.scale)
         self.engine.announce_hyperparameters(step, msgspec.json.encode(self.numbers()))
-
-    can_measure = True
 
     # The end.
     def refuse(self, error: BaseException) -> None:

@@ -126,15 +126,8 @@ class ServedState:
         """Of what servers update, they have the state."""
         if not self._by_workers:
             self._optimizer.state.clear()
-        for shard in self._shards:
+        for shard in self._engine.shards:
             self._optimizer.state.pop(self._setup.parameters[shard.parameter], None)
-
-    def leave_updates(self) -> None:
-        """In the first step: from now on the workers update, and have the state."""
-        if not self._by_workers:
-            self.pull(0)
-            self._by_workers = True
-            self.drop()
 
     def replace(self, step: int) -> None:
         """From the next step on rank 0's counts.

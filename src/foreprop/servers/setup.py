@@ -54,6 +54,8 @@ class Setup:
     part: str = ""
     """Of a session that has several backends: what this one is called."""
     loss_scale: LossScale | None = None
+    """Of a scaler whose work servers do."""
+    has_scaler: bool = False
     steps_before: int = 0
     """That the session has made with other backends."""
     by_workers: bool = False
@@ -64,8 +66,7 @@ class Setup:
     @property
     def aggregation(self) -> Aggregation:
         """What all ranks must do alike with aggregated gradients."""
-        skip = self.loss_scale is not None
-        return msgspec.structs.replace(self.config.aggregation, skip_nonfinite=skip)
+        return msgspec.structs.replace(self.config.aggregation, skip_nonfinite=self.has_scaler)
 
     def manifest(
         self,

@@ -208,9 +208,6 @@ def _put_step(
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         training = alive()
         training.stepped = True
-        if training.choice is None and "grad_scale" in vars(self):
-            training.first.need("a GradScaler leaves it to the optimizer to unscale gradients")
-            training.first.end()
         if training.by_workers and training.makes_whole_steps():
             with training.life.told_if_it_fails():
                 result = training.step_whole(own_step, *args, **kwargs)

@@ -21,8 +21,8 @@ from foreprop.numerics.moving_average import averaged_state_dict, averages_from
 from foreprop.observe.metrics import Metrics, Totals
 from foreprop.observe.trace import TraceRecorder, check_folders, trace_path
 from foreprop.path.optimizer import named_parameters
+from foreprop.session.addedsteps import AddedSteps
 from foreprop.session.figures import Follower, facts_of
-from foreprop.session.lonesteps import LoneSteps
 from foreprop.session.session import Session
 
 
@@ -65,7 +65,7 @@ class LoneSession(Session):
         self._closed = False
         self._at_end: list[Callable[[], None]] = []
         """To be called when it is closed."""
-        self._steps: LoneSteps | None = None
+        self._steps: AddedSteps | None = None
         self._trace: _LoneTrace | None = None
         self._follower: Follower | None = None
         check_folders(config)
@@ -88,7 +88,7 @@ class LoneSession(Session):
         if optimizer is None:
             _check_no_steps(config)
         elif any(setting is not None for setting in asked):
-            self._steps = LoneSteps(model, optimizer, config, scaler)
+            self._steps = AddedSteps(model, optimizer, config, scaler, checks_finite=True)
         if config.trace is not None:
             self._trace = _LoneTrace(config, _named(model, optimizer), model, self._step)
         if config.log_steps is not None or config.watch is not None:
@@ -135,7 +135,7 @@ class LoneSession(Session):
         steps = self._averaging()
         steps.replace_averages(averages_from(state, self._model, steps.parameters))
 
-    def _averaging(self) -> LoneSteps:
+    def _averaging(self) -> AddedSteps:
         if self._steps is None or self._config.ema is None:
             raise ConfigError(
                 "there are no moving averages: set their decay, parallelize(..., ema=0.999)"
@@ -195,7 +195,9 @@ class LoneSession(Session):
     def _followed(self) -> Follower:
         if self._follower is None:
             if self._steps is None and self._optimizer is not None:
-                self._steps = LoneSteps(self._model, self._optimizer, self._config, None)
+                self._steps = AddedSteps(
+                    self._model, self._optimizer, self._config, None, checks_finite=True
+                )
             self._follower = Follower(self._totals)
             self._follower.begin(self._config, secrets.token_hex(8), rank=0, world_size=1)
             if self._steps is not None:

@@ -21,7 +21,7 @@ from foreprop.path.parameter import SynchronisedParameter
 from foreprop.path.progress import Counters
 from foreprop.servers.setup import Setup
 from foreprop.session.adopting import SettingsWatch
-from foreprop.session.firststep import FirstStep, Needs
+from foreprop.session.firststep import FirstStep
 
 if TYPE_CHECKING:
     from foreprop.collectives.ring import RingBackend
@@ -64,8 +64,6 @@ class Backends:
         """The optimizer's numbers (lr, ...) as they are now, to be compared."""
         self.every_parameter = any(engine.every_parameter for engine in self.engines)
         """Whether each step needs word of every parameter, also of one without gradients."""
-        self.can_measure = self._first.can_measure
-        """Whether it tells `square_sums`."""
         self.progress = self._first.engine.progress
         self.raise_if_failed = self.progress.raise_if_failed
         """Also what has gone wrong with the other one."""
@@ -110,9 +108,18 @@ class Backends:
         """
         return self._last.engine.grad_norm(step)
 
-    def square_sums(self, round_: int) -> Sequence[SquareSum]:
+    @property
+    def measures_norm(self) -> bool:
+        """Whether servers tell `square_sums` of every round."""
+        return self._first.measures_norm
+
+    def ask_for_norm(self) -> None:
+        """This rank's loop has taken the norm of gradients."""
+        self._first.ask_for_norm()
+
+    def square_sums(self, round_: int, step: int) -> Sequence[SquareSum]:
         """By parameter, of the averaged gradients of a round that was measured; blocks."""
-        return cast("ServedBackend", self._first).norm.square_sums(round_)
+        return cast("ServedBackend", self._first).norm.square_sums(round_, step)
 
     # The optimizer's numbers and state.
     def announce(self, step: int) -> None:
@@ -124,11 +131,6 @@ class Backends:
         """After ``optimizer.state_dict()``: what servers have leaves the user's optimizer."""
         for backend in self.all:
             backend.state.drop()
-
-    def leave_updates(self) -> None:
-        """In the first step: from now on the workers update all but rows, and have the state."""
-        for backend in self.all:
-            backend.state.leave_updates()
 
     # What is reported.
     @property
@@ -233,13 +235,13 @@ def needs_servers(
 
 
 # Their connection.
-def connect(training: Training, row_wise: Collection[str], needs: Needs) -> None:
+def connect(training: Training, row_wise: Collection[str]) -> None:
     """Synchronise the parameters of these names row by row, the others in slices or chunks."""
     user = training.user
     training.completed = 0
     training.parameters, training.tables = [], []
     training.averaging = training.remote = None
-    training.first = FirstStep(training, needs)
+    training.first = FirstStep(training)
     if training.world.local_size < training.world.size:
         from foreprop.session.suitedslices import suit_slices
 
@@ -287,7 +289,7 @@ def connect(training: Training, row_wise: Collection[str], needs: Needs) -> None
 def _make_parameter(
     training: Training, index: int, name: str, parameter: torch.nn.Parameter
 ) -> ManagedParameter:
-    """The parameter of this number, as the session's choice so far has it."""
+    """The parameter of this number."""
     info = training.infos[index]
     if info.init is not None:
         from foreprop.tables.remote import RemoteTable
@@ -298,7 +300,7 @@ def _make_parameter(
 
         return RowParameter(index, name, parameter, training, *training.backends.rows_of(index))
     wanted = index < training.user.optimized
-    if wanted and training.choice is not None and not training.by_workers:
+    if wanted and not training.by_workers:
         if training.config.staleness == "late":
             from foreprop.staleness.lateparameter import LateParameter
 
@@ -345,6 +347,7 @@ def _setup(training: Training, row_wise: Collection[str]) -> Setup:
         memory=training.parameters,
         make_trace=lambda session_id: _make_trace(training, session_id),
         loss_scale=training.loss_scale,
+        has_scaler=training.has_scaler,
         steps_before=training.completed_before,
         by_workers=training.by_workers,
     )

@@ -35,7 +35,7 @@ def reconnect(training: Training, row_wise: Collection[str]) -> None:
         for name, parameter, _ in training.user.named:
             if name in full:
                 parameter.copy_(full[name])
-    connect(training, row_wise, training.first.needs)
+    connect(training, row_wise)
     if full:
         training.checkpoints.begin_rounded(shown, lambda: (shown, full))
     if has_averages:

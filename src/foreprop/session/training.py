@@ -19,8 +19,9 @@ from foreprop.hooks.modelhooks import SharedBuffers
 from foreprop.path.memory import Memory
 from foreprop.session.adopting import Belongings, SettingsWatch, adopt
 from foreprop.session.backends import Backends, connect, is_served, stale_readers_for
-from foreprop.session.firststep import FirstStep, Needs, UpdateChoice, settled_beforehand
+from foreprop.session.firststep import FirstStep
 from foreprop.session.lifetime import Lifetime
+from foreprop.session.updateplace import place_updates
 
 if TYPE_CHECKING:  # what only some sessions need
     from foreprop.auto.stepprobe import StepProbe
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # what only some sessions need
     from foreprop.numerics.loss_scale import LossScale
     from foreprop.observe.trace import TraceRecorder
     from foreprop.path.managedparameter import Engine, ManagedParameter, Watched
+    from foreprop.session.addedsteps import AddedSteps
     from foreprop.session.automatic import Automatic
     from foreprop.session.checkpoints import Checkpoints
     from foreprop.session.figures import Follower
@@ -70,10 +72,6 @@ class Training:
         self.reduces_by_kind = config.sparse_reduction not in (None, config.reduction)
         self.leaves_rows = False
         self.stepped = optimizer is None  # or there is nothing to step
-        self.choice: UpdateChoice | None = None
-        """Who updates; None until the first step has shown it."""
-        self.by_workers = False
-        """Whether it is settled that workers update all but tables by rows."""
         self.averaging: Averaging | None = None
         self.remote: RemoteTables | None = None
         self.probe: StepProbe | None = None
@@ -90,6 +88,7 @@ class Training:
         self.norm_before: float | None = None  # of the last step before the backend was connected
         self.trace: TraceRecorder | None = None
         self.follower: Follower | None = None
+        self.added: AddedSteps | None = None
         self._begin(model, optimizer, scaler)
 
     # The start.
@@ -103,15 +102,17 @@ class Training:
         self.user = Belongings(model, optimizer, config)
         self.life.add_undo(self.user.restore)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.choose(
-            settled_beforehand(
-                config,
-                optimizer,
-                scaler=scaler is not None,
-                dense=self.user.has_dense,
-                collectives=not is_served(config),
-            )
+        self.has_scaler = scaler is not None
+        self.place = place_updates(
+            config,
+            optimizer,
+            scaler=scaler is not None,
+            dense=self.user.has_dense,
+            rows=bool(self.user.row_wise or self.user.candidates),
+            collectives=not is_served(config),
         )
+        self.by_workers = self.place.by_workers
+        """Whether workers update all but tables by rows."""
         if scaler is not None and not self.by_workers:
             from foreprop.numerics.loss_scale import LossScale
 
@@ -119,14 +120,17 @@ class Training:
         self.user.take()
         self.state = self._shown_state()
         try:
-            connect(self, self.user.row_wise, Needs())
+            connect(self, self.user.row_wise)
             if self.world.rank != 0:
                 self.buffers.fetch(0)
             adopt(self)
+            if self.by_workers and optimizer is not None:
+                self._add_to_steps(optimizer, scaler)
             self.life.begin()
         except BaseException as error:
             self.life.release(failure=error)
             raise
+        self.report(self.place.text)
         self.begin_planning()
         if config.log_steps is not None or config.watch is not None:
             self.followed()
@@ -139,9 +143,25 @@ class Training:
             self.follower = follow(self)
         return self.follower
 
-    def choose(self, choice: UpdateChoice | None) -> None:
-        self.choice = choice
-        self.by_workers = choice is not None and choice.by_workers
+    def _add_to_steps(
+        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        """Clip as the settings say, and keep the norm, in the step that the workers make."""
+        config = self.config
+        if scaler is None and config.clip_grad_norm is None and config.clip_grad_value is None:
+            return
+        from foreprop.session.addedsteps import AddedSteps
+
+        alive = self.reference()
+        self.added = AddedSteps(
+            self.user.model,
+            optimizer,
+            config,
+            scaler,
+            checks_finite=False,
+            before=lambda: alive().complete_gradients(),
+        )
+        self.life.add_undo(self.added.remove)
 
     def _shown_state(self) -> ShownState:
         alive = self.reference()
@@ -171,6 +191,8 @@ class Training:
 
     @property
     def grad_norm(self) -> float | None:
+        if self.added is not None:
+            return None if self.added.norm is None else float(self.added.norm)
         return self.backends.grad_norm(self.completed) if self.completed else self.norm_before
 
     @property
@@ -199,13 +221,21 @@ class Training:
 
     # What a parameter asks on its gradient's way and at its use: see `SessionState`.
     @property
-    def eager(self) -> bool:
+    def learning(self) -> bool:
         """With several models in one process (a GAN) the first step shows only half the loop."""
-        return self.completed >= (1 if self.world.sessions < 2 else 2)
+        return self.completed < (1 if self.world.sessions < 2 else 2)
+
+    @property
+    def eager(self) -> bool:
+        """Whether gradients may leave before the step is made.
+
+        A backward pass before the first forward pass says nothing about priorities.
+        """
+        if self.by_workers:
+            return self.first.is_over or self.first.in_forward
+        return not self.learning
 
     def gradient_ready(self, parameter: Watched) -> None:
-        if self.choice is None:
-            self.first.mark_settings()
         if self.compute_trace is not None:
             self.compute_trace.gradient_ready(parameter.name)
         if self.probe is not None:
@@ -259,18 +289,14 @@ class Training:
         return self.backends.pull_gradient(parameter, self.completed)
 
     def square_sums(self, round_: int) -> Sequence[SquareSum]:
-        return self.backends.square_sums(round_)
+        return self.backends.square_sums(round_, self.completed + 1)
 
-    def gradients_read(self, parameter: Watched, *, norm: bool = False) -> None:
+    def gradients_read(self) -> None:
         """Somebody reads or edits this rank's own gradient: have it averaged, and the others'."""
-        every = self.every_parameter
-        # collectives average all or nothing, and what they update themselves is not to be had yet
-        if parameter.index < self.user.optimized or every:
-            what = "the norm of gradients is taken" if norm else f"{parameter.name}.grad is used"
-            self.first.need(f"{what} between backward() and step()", norm=norm)
         self.first.end()
         if self.averaging is not None:
-            self.averaging.average_all(every=every)
+            # collectives average all or nothing
+            self.averaging.average_all(every=self.every_parameter)
 
     # What the model's hooks call.
     def forward_started(self) -> None:
@@ -353,6 +379,12 @@ class Training:
             self.averaging.defer_step()
         self._end_step()
 
+    def complete_gradients(self) -> None:
+        """Before a step is clipped: averages of what only other ranks had gradients of, too."""
+        self._finish_rounds()
+        if self.averaging is not None:
+            self.averaging.receive_others()
+
     def _finish_rounds(self) -> None:
         """All gradients of the step leave that have not left."""
         if self.probe is not None:
@@ -369,15 +401,21 @@ class Training:
     def _end_step(self) -> None:
         step = rounds = self.completed + 1
         if self.averaging is not None:
-            self.averaging.end_step(learning=not self.eager)
+            self.averaging.end_step(learning=self.learning)
             rounds = self.averaging.rounds.step - 1
         self.completed = step
         for table in self.tables:
             table.prefetch()
         if self.publishes_buffers:
             self.buffers.publish(step)
+        averaging = self.averaging
+        if averaging is not None and averaging.asks_norm:
+            self.backends.ask_for_norm()
+            averaging.asks_norm = False
         for engine in self.backends.engines:
             engine.end_step(rounds)
+        if averaging is not None:
+            averaging.measure(on=self.backends.measures_norm)
         if self.config.rebalance_s is not None and step % PACE_STEPS == 0:
             from foreprop.session.rebalancing import rebalance
 

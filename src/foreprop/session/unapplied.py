@@ -1,40 +1,13 @@
-"""What is said of settings that nobody would apply, and of steps that nobody has made."""
+"""What is said of steps that nobody has made."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foreprop.config import Config
-from foreprop.errors import ConfigError, TrainingLoopError
+from foreprop.errors import TrainingLoopError
 
 if TYPE_CHECKING:
     from foreprop.session.training import Training
-
-
-AWAITED_BOARDS = ("priorities", "update")
-"""On which `firststep` waits for other ranks."""
-
-
-def not_applied(asked: str, config: Config, why: str | None) -> ConfigError:
-    """Of the setting ``asked``, which servers would apply; ``why`` they do not."""
-    because = why or "update is 'workers'"
-    instead = {
-        "clip_grad_norm": "call torch.nn.utils.clip_grad_norm_ before step()",
-        "clip_grad_value": "call torch.nn.utils.clip_grad_value_ before step()",
-        "ema": "average the parameters with torch.optim.swa_utils.AveragedModel",
-        "scaler": "use the scaler as in a script without foreprop, and leave it out here",
-        "staleness": "leave it out",
-        "elastic": "leave it out",
-        "backup_workers": "leave it out",
-        "counted_replay": "leave it out",
-        "compression": "use the exact codec, compression='lossless'",
-    }
-    value = getattr(config, asked, None)
-    given = f"{asked} is {value!r}" if value is not None else f"a {asked} was given"
-    return ConfigError(
-        f"{given}, which is done where servers update; here the workers do ({because}):"
-        f" {instead[asked]}"
-    )
 
 
 def leave_without_step(training: Training, failure: BaseException | None) -> None:
@@ -50,8 +23,7 @@ def leave_without_step(training: Training, failure: BaseException | None) -> Non
             " equally many steps on all ranks"
         )
     if training.life.connected and not training.first.is_over:
-        for name in AWAITED_BOARDS:
-            training.board(name).publish_failure(failure)
+        training.board("priorities").publish_failure(failure)  # on which `firststep` waits
 
 
 def _missing_steps(training: Training) -> str | None:

@@ -27,9 +27,9 @@ _FIRST_SERVER = 0
 
 class PaceKeeper:
     """Owns reports. Rank 0 also tells everybody's priorities, when they change for good, and when
-    links are to be measured.
+    links are to be measured; every rank tells whether its loop asks for the norm of gradients.
 
-    A new order counts from the same step on all ranks: from the end of the window after the one
+    What is told counts from the same step on all ranks: from the end of the window after the one
     in which it was told. So a rank waits there for the first server's report of the window before,
     which usually is long in.
     """
@@ -43,6 +43,10 @@ class PaceKeeper:
         """To be told with the next pace, by rank 0."""
         self.asks_to_measure = False
         """Likewise: that links are to be measured."""
+        self.asks_norm = False
+        """To be told with the next pace: this rank has asked for the norm of gradients."""
+        self.measures_norm = False
+        """All ranks have: servers tell sums of squares, from the same step on for all ranks."""
         self.measure_due = False
         """That has been told; on all ranks from the end of the same window on."""
         self._engine = engine
@@ -59,19 +63,25 @@ class PaceKeeper:
     # Training thread.
     def end_window(self, step: int) -> None:
         """After a window's last step."""
-        self._learn_from_rank_0(step - PACE_STEPS)
+        self._learn(step - PACE_STEPS)
         now_s, blocked_s = time.monotonic(), self._progress.blocked_s
         step_s = busy_s = 0.0  # of the first window: not known
         if self._ended_s is not None:
             step_s = (now_s - self._ended_s) / PACE_STEPS
             busy_s = step_s - (blocked_s - self._blocked_s) / PACE_STEPS
         self._ended_s, self._blocked_s = now_s, blocked_s
-        pace = Pace(step_s=step_s, busy_s=busy_s, order=self.order, measure=self.asks_to_measure)
-        self.order, self.asks_to_measure = None, False
+        pace = Pace(
+            step_s=step_s,
+            busy_s=busy_s,
+            order=self.order,
+            measure=self.asks_to_measure,
+            norm=self.asks_norm,
+        )
+        self.order, self.asks_to_measure, self.asks_norm = None, False, False
         self._engine.send_to_all(Kind.PACE, step, CONTROL_PRIORITY, msgspec.json.encode(pace))
 
-    def _learn_from_rank_0(self, step: int) -> None:
-        """What it has told with its pace after ``step``."""
+    def _learn(self, step: int) -> None:
+        """What all ranks, or rank 0, have told with their paces after ``step``."""
         if step <= 0:
             return
         self._progress.wait_until(
@@ -79,7 +89,9 @@ class PaceKeeper:
             self._engine.config.step_timeout_s,
             lambda: f"server {_FIRST_SERVER} to say how long all ranks' steps took, step {step}",
         )
-        told = self._told.pop(step).paces[0]
+        paces = self._told.pop(step).paces
+        self.measures_norm = all(pace.norm for pace in paces)
+        told = paces[0]
         self.measure_due = self.measure_due or told.measure
         if told.order is not None:
             self._engine.learn_priorities(told.order)

@@ -49,12 +49,12 @@ HYBRID = "hybrid"
 """As ``ring``, with servers beside it for the rows of tables."""
 AUTO = {"auto": "auto", "p3-auto": "p2p"}
 """What plans for itself, slices and all: by name the ``architecture`` that is asked for."""
-WORKERS = "p3-workers"
-"""The preset p3, whose workers update."""
+SERVERS = "p3-servers"
+"""The preset p3, whose servers update."""
 CLIPPED = {"p3-clip": "auto", "p3-clip-setting": "servers"}
 """The preset p3 in a loop that clips: with ``clip_grad_norm_``, or as a setting. By name who
 updates."""
-SYSTEMS = (*PRESETS, RING, *AUTO, WORKERS, *CLIPPED, DDP, DDP_TUNED, *MXNET)
+SYSTEMS = (*PRESETS, RING, *AUTO, SERVERS, *CLIPPED, DDP, DDP_TUNED, *MXNET)
 
 DISCARDED_STEPS = 1
 """Of each block: TCP begins anew after a pause."""

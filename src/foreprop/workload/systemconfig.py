@@ -6,7 +6,7 @@ from typing import Any
 
 from foreprop.config import PRESETS, Config
 from foreprop.workload.foundsettings import DIVIDED, SAID_BY_SYSTEMS, settings_found
-from foreprop.workload.setting import AUTO, CLIP_NORM, CLIPPED, RING, WORKERS, LabSetting
+from foreprop.workload.setting import AUTO, CLIP_NORM, CLIPPED, RING, SERVERS, LabSetting
 from foreprop.workload.systemnames import base_of
 
 _DEFAULT = Config()
@@ -28,10 +28,10 @@ def foreprop_config(name: str, setting: LabSetting, **changes: Any) -> Config:
     found = settings_found() if missing else {}
     for size in missing:
         fields[size] = setting.scaled(found.get(size, getattr(_DEFAULT, size)))
-    if name == WORKERS:
-        fields.setdefault("update", "workers")
     if CLIPPED.get(name) == "servers":
         fields.setdefault("clip_grad_norm", CLIP_NORM)
+    if name == SERVERS or CLIPPED.get(name) == "servers":
+        fields.setdefault("update", "servers")
     system = base_of(name)
     return Config.resolve(system if system in PRESETS else None, **fields)
 

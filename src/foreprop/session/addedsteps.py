@@ -1,8 +1,9 @@
-"""What settings add to the steps of an optimizer that is otherwise left alone.
+"""What settings add to the steps of an optimizer that makes them itself.
 
-Clipping, the gradients' norm and moving averages, in a world of one, where gradients are aggregated
-as soon as they are there. Torch's own step hooks would not do: a subclass whose ``step`` calls its
-base class's runs them twice.
+Clipping, the gradients' norm and moving averages: in a world of one, where gradients are aggregated
+as soon as they are there, and where workers update, of gradients that wait for their averages.
+Torch's own step hooks would not do: a subclass whose ``step`` calls its base class's runs them
+twice.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from foreprop.config import Config
@@ -27,7 +27,11 @@ def _nothing(step: int) -> None:
     """Nobody is to be told."""
 
 
-class LoneSteps:
+def _nothing_before() -> None:
+    """All gradients are there."""
+
+
+class AddedSteps:
     """Counts an optimizer's steps, and does what the settings ask for in them.
 
     ``scaler``: the enabled one that calls the optimizer's step, if there is one. It leaves out
@@ -40,7 +44,14 @@ class LoneSteps:
         optimizer: torch.optim.Optimizer,
         config: Config,
         scaler: torch.amp.GradScaler | None,
+        *,
+        checks_finite: bool,
+        before: Callable[[], None] = _nothing_before,
     ) -> None:
+        """``checks_finite``: as the setting says, if no server does so of each rank's gradients.
+
+        ``before``: called before the gradients of a step are looked at.
+        """
         self.count = 0
         self.on_step: Callable[[int], None] = _nothing
         """Told of each step that is over."""
@@ -51,9 +62,8 @@ class LoneSteps:
         self._clip_norm, self._clip_value = config.clip_grad_norm, config.clip_grad_value
         self._wants_norm = scaler is not None or self._clip_norm is not None
         self._decay = config.ema
-        self._aggregation = msgspec.structs.replace(
-            config.aggregation, skip_nonfinite=scaler is not None
-        )
+        self._complete = before
+        self._checks_finite = checks_finite and config.check_finite and scaler is None
         self._parameters: list[torch.nn.Parameter] = []
         self._averages: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._removed = False
@@ -88,6 +98,8 @@ class LoneSteps:
         @functools.wraps(getattr(own_step, "__func__", own_step))
         def step(_: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             before = self.count
+            if optimizer is self._optimizer and not self._removed:
+                self._complete()
             result = own_step(optimizer, *args, **kwargs)
             if optimizer is self._optimizer and self.count == before and not self._removed:
                 self._follow_groups()
@@ -118,7 +130,8 @@ class LoneSteps:
 
     def _prepare_gradients(self) -> None:
         """Clip as ``torch.nn.utils`` does, and keep the norm."""
-        if self._aggregation.reports_nonfinite:
+        self._complete()
+        if self._checks_finite:
             self._check_finite()
         if not self._wants_norm and self._clip_value is None:
             return
