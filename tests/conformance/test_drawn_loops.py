@@ -1,0 +1,178 @@
+"""Loops that do something else in every step, drawn at random: DDP's contract has no first step.
+
+Each rank has the bits that averaging by hand gives, whatever came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from foreprop.errors import TrainingLoopError
+from tests.conformance.averaging_by_hand import Average, ReadingLoop, check_contract
+from tests.conformance.parity import Batch, servers_only, small_model
+
+pytestmark = pytest.mark.timeout(900)
+MOST_PASSES = 3
+
+Optimizer = torch.optim.Optimizer
+
+
+def _scale(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def _add_noise(model: nn.Module, step: int) -> None:
+    numbers = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad += torch.randn(parameter.shape, generator=numbers) / 100
+
+
+def _clip_values(model: nn.Module, step: int) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.05)
+
+
+def _clip_by_own_norm(model: nn.Module, step: int) -> None:
+    """Not by torch's, whose last bits are a float32 sum's: see test_gradient_contract."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = sum(float(gradient.double().square().sum()) for gradient in gradients) ** 0.5
+    for gradient in gradients:
+        gradient.mul_(min(1.0, 0.1 / (norm + 1e-6)))
+
+
+def _replace(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.sign() / 10
+
+
+def _read(model: nn.Module, step: int) -> None:
+    assert all(float(p.grad.abs().max()) >= 0 for p in model.parameters() if p.grad is not None)
+
+
+def _drop_one(model: nn.Module, step: int) -> None:
+    next(model.parameters()).grad = None
+
+
+def _evaluate(model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+
+
+EDITS: dict[str, Callable[[nn.Module, int], None]] = {
+    "nothing": lambda model, step: None,
+    "scale": _scale,
+    "noise": _add_noise,
+    "clip values": _clip_values,
+    "clip by a norm": _clip_by_own_norm,
+    "replace": _replace,
+    "read": _read,
+    "drop one": _drop_one,
+    "evaluate": _evaluate,
+}
+MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+}
+
+
+class Step(NamedTuple):
+    """What a loop does in one step; its passes take as many batches."""
+
+    passes: int
+    edit: str
+    skips: bool
+    """There is no `step()`; ``zeroes`` says what becomes of the gradients."""
+    zeroes: str
+    lr: float | None
+    new_optimizer: str | None
+    changes_by_hand: bool
+
+
+def is_refused(step: Step) -> bool:
+    """A factor would be lost: see `test_a_factor_before_another_pass`."""
+    return step.edit == "scale" and step.skips and step.zeroes == "not at all"
+
+
+STEPS = st.builds(
+    Step,
+    passes=st.integers(1, MOST_PASSES),
+    edit=st.sampled_from(sorted(EDITS)),
+    skips=st.sampled_from([False, False, False, True]),
+    zeroes=st.sampled_from(["optimizer", "in place", "model", "not at all"]),
+    lr=st.sampled_from([None, None, 0.05]),
+    new_optimizer=st.sampled_from([None, None, None, None, *MAKERS]),
+    changes_by_hand=st.sampled_from([False, False, False, True]),
+).filter(lambda step: not is_refused(step))
+
+
+def loop_of(steps: Sequence[Step]) -> ReadingLoop:
+    def loop(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average: Average) -> Any:
+        left = iter(batches)
+        for number, step in enumerate(steps):
+            if step.new_optimizer is not None:
+                optimizer = MAKERS[step.new_optimizer](model)
+            for _ in range(step.passes):
+                x, y = next(left)
+                (F.cross_entropy(model(x), y) / step.passes).backward()
+            average(model)
+            EDITS[step.edit](model, number)
+            if step.lr is not None:
+                optimizer.param_groups[0]["lr"] = step.lr
+            if not step.skips:
+                optimizer.step()
+            if step.changes_by_hand:
+                with torch.no_grad():
+                    next(model.parameters()).mul_(0.99)
+            if step.zeroes == "model":
+                model.zero_grad()
+            elif step.zeroes != "not at all":
+                optimizer.zero_grad(set_to_none=step.zeroes == "optimizer")
+        return None
+
+    return loop
+
+
+def check_loop(maker: str, steps: Sequence[Step], **about: Any) -> None:
+    def build() -> tuple[nn.Module, Optimizer]:
+        model = small_model()
+        return model, MAKERS[maker](model)
+
+    # what is added to an average: sums of averages are averages of sums, but for last bits
+    rtol = 1e-4 if any(step.zeroes == "not at all" for step in steps[:-1]) else 0.0
+    passes = sum(step.passes for step in steps)
+    check_contract(build, loop_of(steps), steps=passes, rtol=rtol, **about)
+
+
+LOOPS = st.lists(STEPS, min_size=2, max_size=7)
+
+
+@servers_only
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(MAKERS)), LOOPS)
+def test_any_loop_has_the_bits_of_averages_by_hand(maker: str, steps: list[Step]) -> None:
+    check_loop(maker, steps)
+
+
+def test_a_factor_before_another_pass() -> None:
+    usual = Step(1, "nothing", False, "optimizer", None, None, False)
+    scaled = usual._replace(edit="scale", skips=True, zeroes="not at all")
+    with pytest.raises(TrainingLoopError, match=r"\.bias was multiplied after its backward pass"):
+        check_loop("sgd", [usual, usual, scaled, usual])
+
+
+@pytest.mark.long
+@settings(max_examples=1000)
+@given(st.sampled_from(sorted(MAKERS)), LOOPS, st.sampled_from([{}, {"slice_elems": 7}]))
+def test_many_more_loops(maker: str, steps: list[Step], about: dict[str, Any]) -> None:
+    check_loop(maker, steps, **about)
