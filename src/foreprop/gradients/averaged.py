@@ -179,6 +179,10 @@ class AveragedParameter:
 
     def _begin_round(self, gradient: torch.Tensor | None) -> None:
         """Have the gradient averaged; None: this rank has none."""
+        if self.counts_rows:
+            from foreprop.path.sums import count_rows
+
+            self.touched_rows = count_rows(gradient)
         self._session.begin_pushing()
         self._part.end()  # of an earlier gradient, which has changed since
         self._own = False
