@@ -342,7 +342,7 @@ SCENARIOS: dict[str, Scenario] = {
     "sparse-dense": with_settings(architecture="p2p", update="servers", dense_parameters="*")(
         Rows, plain, adagrad
     ),
-    "sparse-ring": ring(Rows, plain, adagrad),
+    "sparse-ring": with_settings(architecture="ring", update="servers")(Rows, plain, adagrad),
     "hybrid": with_settings(architecture="hybrid")(Rows, plain, adagrad),
     "hybrid-remote": with_settings(architecture="hybrid", whole_tables="all")(
         remote_rows, plain, adagrad

@@ -110,7 +110,8 @@ def test_another_optimizer() -> None:
 
 
 @pytest.mark.long
-def test_another_learning_rate() -> None:
+def test_another_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREPROP_UPDATE", "servers")
     check_refused(lambda _: {"optimizer": slower}, r"\.lr: rank 0 has 0.1, rank 1 has 0.05")
 
 
