@@ -135,8 +135,7 @@ def page(costs: Sequence[Cost]) -> str:
     lines = [
         "# The dearest tests",
         "",
-        "`make test-costs` writes this page and `tests/costs.csv`, which has all tests"
-        " ([tests](../tests.md)).",
+        "`make test-costs` writes this page, and `tests/costs.csv` with all [tests](../tests.md).",
         "",
         "| tier | processor, minutes | imports and collecting |",
         "| --- | --- | --- |",
