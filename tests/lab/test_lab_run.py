@@ -172,9 +172,10 @@ def test_loops_that_clip_send_what_others_do(capfd: pytest.CaptureFixture[str]) 
     assert max(sent) < 1.1 * min(sent)
     told = [line for line in capfd.readouterr().err.splitlines() if " update=" in line]
     assert [line.partition("update=")[2].partition(":")[0] for line in told] == [
+        "workers",
         "servers",
         "workers",
-        "workers",
+        "servers",
     ]
 
 
