@@ -284,8 +284,8 @@ def test_who_holds_up_a_step_is_named(
             )
             loss.backward()
             hook.remove()
+            optimizer.step()
             try:
-                optimizer.step()  # where ranks hear of it that come later
                 session.flush()
             except ForepropError as error:
                 if world.rank == 0:
