@@ -76,7 +76,6 @@ class FirstStep:
 
             what = "rank 0's first step (its forward pass gives the priorities)"
             order = decode_order(board.lookup("order", what), len(training.parameters), what)
-        if training.config.architecture in ("ring", "hybrid", "auto"):
-            # a collective would wait for whoever makes no step at all
+        if training.has_collectives:  # one would wait for whoever makes no step at all
             board.exchange("begun", "", "first optimizer.step()")
         training.backends.learn_priorities(order)

@@ -103,15 +103,15 @@ class Training:
         self.life.add_undo(self.user.restore)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.has_scaler = scaler is not None
-        self.place = place_updates(
+        place = place_updates(
             config,
             optimizer,
             scaler=scaler is not None,
             dense=self.user.has_dense,
             rows=bool(self.user.row_wise or self.user.candidates),
-            collectives=not is_served(config),
+            collectives=self.has_collectives,
         )
-        self.by_workers = self.place.by_workers
+        self.by_workers = place.by_workers
         """Whether workers update all but tables by rows."""
         if scaler is not None and not self.by_workers:
             from foreprop.numerics.loss_scale import LossScale
@@ -130,7 +130,7 @@ class Training:
         except BaseException as error:
             self.life.release(failure=error)
             raise
-        self.report(self.place.text)
+        self.report(place.text)
         self.begin_planning()
         if config.log_steps is not None or config.watch is not None:
             self.followed()
@@ -194,6 +194,11 @@ class Training:
         if self.added is not None:
             return None if self.added.norm is None else float(self.added.norm)
         return self.backends.grad_norm(self.completed) if self.completed else self.norm_before
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether they have the dense parameters, and not servers."""
+        return not is_served(self.config)
 
     @property
     def planning(self) -> bool:
