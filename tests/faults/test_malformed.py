@@ -249,7 +249,10 @@ def test_ranks_at_different_steps() -> None:
         running.workers[0].send(Kind.PUSH, gradient(1), step=1)
         running.workers[1].send(Kind.PUSH, gradient(1), step=2)
         for worker in running.workers:
-            assert "are at step" in worker.expect_failure().message
+            failure = worker.expect_failure()
+            assert failure.kind == "TrainingLoopError"
+            assert "are at step" in failure.message
+            assert "skips a batch" in failure.message
         running.wait()
 
 

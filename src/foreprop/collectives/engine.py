@@ -79,7 +79,9 @@ class RingEngine:
         self._send_sum = setup.send_sum
         self._trace = trace = setup.make_trace(session_id)
         names = [info.name for info in setup.infos]
-        self.progress = Progress(names, rank=group.rank, config=config, trace=trace)
+        self.progress = Progress(
+            names, rank=group.rank, config=config, trace=trace, look=setup.look
+        )
         self.counters = self.progress.counters
         self._norms = GradientNorms(self.progress, config)
         self.settings = StepSettings(self._board, ranks=group.size)

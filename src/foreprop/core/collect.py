@@ -25,6 +25,10 @@ from foreprop.core.wire import Flag, Kind
 from foreprop.errors import RemoteProtocolError
 
 
+class RanksApart(RemoteProtocolError):
+    """A push that does not fit the others', because the ranks' loops have done different things."""
+
+
 # Events that only servers know.
 class SliceUpdated(NamedTuple):
     """The update under way is done."""
@@ -199,14 +203,17 @@ class PushCollector:
     def _unlike(self, pushes: Pushes, rank: int, at: Round, here: Round) -> RemoteProtocolError:
         """Of a push that is not for the round that the others are in."""
         (step, again), others = at, self._peers.listed(sorted(pushes.rounds[here]))
+        who = self._peers.name(rank)
         if step != here[0]:
-            what = f"{pushes.what} for step {step}"
-            return self._refused(rank, f"pushed {what} while {others} are at step {here[0]}")
-        return self._refused(
-            rank,
-            f"has averaged the gradient of {pushes.name} {again} times before in step {step},"
+            return RanksApart(
+                f"{who} pushed {pushes.what} for step {step} while {others} are at step {here[0]}:"
+                " all ranks must make the same number of steps. One that catches an error or skips"
+                " a batch must do so on every rank alike"
+            )
+        return RanksApart(
+            f"{who} has averaged the gradient of {pushes.name} {again} times before in step {step},"
             f" {others} {here[1]} times: run as many backward passes on every rank, and read"
-            " gradients between them on every rank alike",
+            " gradients between them on every rank alike"
         )
 
     def _refused(self, rank: int, why: str) -> RemoteProtocolError:

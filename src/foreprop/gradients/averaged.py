@@ -14,15 +14,20 @@ optimizer has been applied to it (`gradients.localstep`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from foreprop.errors import TrainingLoopError
-from foreprop.gradients.averaging import AverageReader, Averaging, outside_transforms
+from foreprop.gradients.averaging import (
+    AverageReader,
+    Averaging,
+    is_part_of_more,
+    outside_transforms,
+)
+from foreprop.gradients.roundpart import RoundPart
 from foreprop.path.parameter import GET_DATA, FirstUse, ValueMark
 from foreprop.path.servedgradient import SeenGradient
 from foreprop.path.waiting import (
@@ -36,46 +41,58 @@ from foreprop.path.waiting import (
 if TYPE_CHECKING:  # for loops in which the workers update
     from foreprop.core.norm import SquareSum
     from foreprop.gradients.localstep import DeferredStep
-    from foreprop.gradients.roundpart import RoundPart, Scaling
+    from foreprop.gradients.roundpart import Scaling
     from foreprop.path.managedparameter import SessionState
+    from foreprop.path.memory import Memory
 
 
 class AveragedParameter:
     """The life of one parameter between `backward()`, `step()` and its next use."""
 
+    index: int
+    name: str
+    wanted: bool
+    """In every step, because the optimizer has it; others are averaged if they are read."""
+    memory: Memory
+    start: ValueMark
+    """As it was when all ranks had the same value."""
+    _part: RoundPart
+    """Its part in the last round; where servers come to update there is none."""
+
     def __init__(
-        self,
-        index: int,
-        name: str,
-        parameter: torch.nn.Parameter,
-        session: SessionState,
-        together: Averaging,
-        *,
-        wanted: bool,
+        self, parameter: torch.nn.Parameter, session: SessionState, together: Averaging
     ) -> None:
-        """``wanted``: in every step, because the optimizer has it; others are averaged if read."""
-        self.index = index
-        self.name = name
+        """Averaged once it is connected; its gradients wait for that."""
         self.parameter = parameter
-        self.wanted = wanted
+        self.wanted = self.connected = False
         self.counts_rows = False
         self.touched_rows = 0
-        self.start = ValueMark(parameter)
-        """As it was when all ranks had the same value."""
         self.passes = 0  # since the last step
         self.discards = 0  # of these, those whose gradients have been discarded
         self._session = session
         self._together = together
-        self.memory = session.memory_of(parameter)
         self._in_rounds = False  # it has had a part in one
         self._seen = SeenGradient(AverageReader(self))
         self._own = False  # ``p.grad`` is this rank's own, to be averaged
         self._fresh = False  # and was made by autograd since the last round
+        self._is_seen_elsewhere = False  # ``p.grad`` is a part of a tensor that the user reads
         self._update: DeferredStep | None = None  # what `step()` has left to be done
         self._first_use = FirstUse(self, session)
         self._hook: RemovableHandle | None = None
         self._given_away = False
         self.attach_hook()
+
+    def connect(self, index: int, name: str, *, wanted: bool) -> None:
+        """The session has a backend for it, or another one: also in the middle of a step."""
+        self.index, self.name = index, name
+        self.wanted |= wanted
+        self.memory = self._session.memory_of(self.parameter)
+        self.start = ValueMark(self.parameter)
+        self._part = RoundPart(self, self._session, self._together)
+        self._in_rounds, self.connected = False, True
+        self.attach_hook()
+        if self._own:
+            self._seen.wait()
 
     # What the engine reads and writes.
     @property
@@ -101,6 +118,10 @@ class AveragedParameter:
         gradient = self.parameter.grad
         return self._own and (gradient is None or gradient is not self._seen.tensor())
 
+    def gradient_came(self) -> None:
+        """Autograd has made one before this was there to be told of it."""
+        self._on_gradient(self.parameter)
+
     def attach_hook(self) -> None:
         """Watch for gradients, if the parameter can have any."""
         if self._hook is None and self.parameter.requires_grad and not self._given_away:
@@ -114,12 +135,15 @@ class AveragedParameter:
             if gradient is None:
                 return
             session = self._session
-            if gradient.layout != torch.strided or session.reduces_by_kind:
-                session.check_layout(self.index, gradient.layout)
-            session.gradient_ready(self)
+            if self.connected:
+                if gradient.layout != torch.strided or session.reduces_by_kind:
+                    session.check_layout(self.index, gradient.layout)
+                session.gradient_ready(self)
             if self.left:
                 self._check_not_scaled(gradient)
                 self._together.close_round()
+            if gradient is not self._seen.tensor():
+                self._is_seen_elsewhere = is_part_of_more(gradient)
             if gradient is not self._seen.tensor() or gradient._version != self._seen.version + 1:
                 self.discards = self.passes  # a new gradient, or a zeroed one
             self.passes += 1
@@ -127,6 +151,8 @@ class AveragedParameter:
             self._note_own(gradient)
             if session.eager and self.wanted and self._together.rounds.is_last_pass:
                 self._begin_round(gradient)
+            if self._is_seen_elsewhere:
+                self._together.show_after_pass(self)
 
     def _check_not_scaled(self, gradient: torch.Tensor) -> None:
         """A factor that waits for the average would be lost when a pass adds to the gradient."""
@@ -159,14 +185,6 @@ class AveragedParameter:
                 self.parameter.grad = torch.zeros_like(gradient)
 
     # A round.
-    @cached_property
-    def _part(self) -> RoundPart:
-        """Its part in the last one; where servers come to update there is none. Any thread."""
-        from foreprop.gradients.roundpart import RoundPart  # made twice on Python 3.12, kept once
-
-        part = RoundPart(self, self._session, self._together)
-        return cast("RoundPart", vars(self).setdefault("_only_part", part))
-
     @property
     def left(self) -> bool:
         """Whether it has had its part in this round."""
@@ -195,6 +213,10 @@ class AveragedParameter:
         if not self.left and self._part.is_expected:
             self._begin_round(None)
         self._own = own and self._seen.tensor() is not None
+
+    def end_round(self) -> None:
+        """Wait for the average, which nobody will look at."""
+        self._part.end()
 
     def average(self) -> None:
         """Have ``p.grad`` averaged, if it is this rank's own."""

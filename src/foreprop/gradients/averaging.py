@@ -49,6 +49,11 @@ class Rounds:
         self._passes = 0  # of the parameter that had most, since the last step
         self._fewer = 0  # passes of the last step, if it had fewer than expected
 
+    def go_on(self, before: Rounds) -> None:
+        """Its passes are these: in the middle of a step, too."""
+        self._expected, self._fewer = before._expected, before._fewer
+        self._passes = before._passes
+
     @property
     def flags(self) -> int:
         """For a push's flags: which of the step's rounds this is."""
@@ -112,9 +117,22 @@ class Averaging:
         self.asks_norm = False
         """Whether this rank's loop has taken the norm of gradients in this step."""
         self.parameters: list[AveragedParameter] = []
+        self._parts: list[AveragedParameter] = []
+        self._pass_with_parts = -1
+        self.known: dict[int, AveragedParameter] = {}
+        """By the parameter's id: those that a backend had before, or that are new in the loop."""
         self._averaged: tuple[int, bool, bool] | None = None
         """The round of which nothing is left to be averaged, and how it was."""
         self._optimizer = optimizer
+        self._fixed_passes = fixed_passes
+
+    def connect(self, *, collectives: bool) -> None:
+        """Another backend makes the averages. No round is under way."""
+        before, self.rounds = self.rounds, Rounds(self._fixed_passes, counts_rounds=collectives)
+        self.rounds.go_on(before)
+        self.measures, self._measured_before, self._averaged = False, 0, None
+        self.known |= {id(each.parameter): each for each in self.parameters}
+        self.parameters.clear()
 
     @property
     def _wanted(self) -> Iterator[AveragedParameter]:
@@ -148,6 +166,14 @@ class Averaging:
             parameter.leave_out()
         self.rounds.begin_again()
 
+    def end_round(self) -> None:
+        """Have nothing under way; what has not been shown is this rank's own again."""
+        if any(parameter.left for parameter in self.parameters):
+            for parameter in self.parameters:
+                parameter.leave_out()
+            for parameter in self.parameters:
+                parameter.end_round()
+
     def gradient_added(self) -> None:
         """There is one that has not been averaged."""
         self._averaged = None
@@ -166,6 +192,23 @@ class Averaging:
                 parameter.leave_out()
         self._averaged = asked
 
+    def show_after_pass(self, parameter: AveragedParameter) -> None:
+        """Have its average in ``p.grad`` when this backward pass ends, as DDP has every one.
+
+        A flat buffer of all gradients (Megatron's, apex's) is read past ``p.grad``.
+        """
+        this_pass = torch._C._current_graph_task_id()
+        if self._pass_with_parts != this_pass:
+            self._pass_with_parts, self._parts = this_pass, []
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._show_parts)
+        self._parts.append(parameter)
+
+    def _show_parts(self) -> None:
+        for parameter in self._parts:
+            parameter.averaged()
+            parameter.edited()
+
     def defer_step(self) -> None:
         """Make the optimizer's step for each parameter when its average is here."""
         step = self._stepper.begin()
@@ -174,6 +217,7 @@ class Averaging:
                 if parameter.parameter not in step or parameter.defer(step):
                     continue
                 if parameter.parameter.grad is not None:
+                    parameter.averaged()  # if the optimizer has come to have it
                     step.apply(parameter.parameter)
 
     def settle(self) -> None:
@@ -239,6 +283,16 @@ def outside_transforms() -> AbstractContextManager[object]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
+
+
+def is_part_of_more(gradient: torch.Tensor) -> bool:
+    """Whether a gradient that was there before the backward pass is a part of a larger tensor.
+
+    What autograd makes itself (views of one buffer of cuDNN's, say) has not been written to.
+    """
+    if gradient.layout != torch.strided or not gradient._version:
+        return False
+    return gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 def _is_apart(result: Any, gradient: torch.Tensor | None) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from foreprop.gradients.optimizerstate import settling_state
+from foreprop.hooks.modelhooks import OWN_ATTRIBUTES
 from foreprop.path.optimizer import check_groups
 
 _PARAMETER_BY_PARAMETER = frozenset(
@@ -109,7 +110,7 @@ class DeferredStep:
     ) -> None:
         self._stepper = stepper
         self._groups = groups
-        replaced = ("step", "zero_grad", "param_groups")  # the session's, in the user's object
+        replaced = (*OWN_ATTRIBUTES, "param_groups")  # the session's, in the user's object
         self._attributes = {k: v for k, v in attributes.items() if k not in replaced}
         self._group_of = {
             id(parameter): number

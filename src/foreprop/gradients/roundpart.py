@@ -16,12 +16,12 @@ from torch.autograd.graph import increment_version
 
 from foreprop.core.wire import Flag
 from foreprop.errors import TrainingLoopError
-from foreprop.gradients.averaging import Averaging
 from foreprop.path.memory import HeldGradient, bytes_of
 from foreprop.path.parameter import check_same_kind
 
 if TYPE_CHECKING:
     from foreprop.gradients.averaged import AveragedParameter
+    from foreprop.gradients.averaging import Averaging
     from foreprop.path.asyncdevice import Accelerator
     from foreprop.path.managedparameter import SessionState
 

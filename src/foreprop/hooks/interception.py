@@ -39,8 +39,8 @@ class Interception:
         self._owner = owner
         self._name = name
         self._wrap = wrap
-        self._original: Callable[..., Any] | None = None
-        self._ours: Callable[..., Any] | None = None
+        self._original: Any = None  # as the owner has it
+        self._ours: Any = None
         self._inherited = False
         self._holders = 0
 
@@ -49,9 +49,10 @@ class Interception:
         with _lock:
             self._holders += 1
             if self._holders == 1:
-                self._original = getattr(self._owner, self._name)
+                original = getattr(self._owner, self._name)
                 self._inherited = self._name not in vars(self._owner)
-                self._ours = self._wrap(self._original)
+                self._original = vars(self._owner).get(self._name, original)
+                self._ours = self._wrap(original)
                 setattr(self._owner, self._name, self._ours)
         return self._release
 

@@ -20,7 +20,7 @@ from foreprop.core.manifest import BUFFERS_BLOB
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import WAITS_AT_ENTRY, Interception, entered
 from foreprop.path.memory import bytes_of
-from foreprop.path.waiting import used
+from foreprop.path.waiting import used, used_outside_torch, waits_for
 
 if TYPE_CHECKING:
     from foreprop.cluster.world import World
@@ -94,7 +94,20 @@ def _converting(convert: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def _making_parameter(new: Callable[..., Any]) -> Any:
+    """``nn.Parameter(layer.weight)``: torch asks of which class the tensor is, and so must wait."""
+
+    @functools.wraps(new)
+    def wrapper(cls: type, data: Any = None, requires_grad: bool = True) -> Any:
+        if waits_for(data) is None:
+            return new(cls, data, requires_grad)
+        return used_outside_torch(data, lambda plain: new(cls, plain, requires_grad))
+
+    return staticmethod(wrapper)
+
+
 _COPIES = Interception(torch.nn.Module, "__reduce_ex__", _reducing)
+_PARAMETERS = Interception(torch.nn.Parameter, "__new__", _making_parameter)
 _CONVERSIONS: dict[tuple[str, str], Interception] = {}
 _CONVERTERS = (
     ("torch.jit._script", "_script_impl"),
@@ -108,7 +121,7 @@ _CONVERTERS = (
 
 def keep_copies_plain() -> list[Callable[[], None]]:
     """From now on; the returned functions end it."""
-    releases = [_COPIES.hold()]
+    releases = [_COPIES.hold(), _PARAMETERS.hold()]
     for module, name in _CONVERTERS:
         owner = sys.modules.get(module)
         if owner is not None and hasattr(owner, name):
@@ -118,7 +131,7 @@ def keep_copies_plain() -> list[Callable[[], None]]:
     return releases
 
 
-OWN_ATTRIBUTES = ("step", "zero_grad")
+OWN_ATTRIBUTES = ("step", "zero_grad", "add_param_group")
 """What a session puts into the optimizer's own attributes."""
 
 

@@ -42,8 +42,15 @@ class Progress:
     """
 
     def __init__(
-        self, names: Sequence[str], *, rank: int, config: Config, trace: TraceRecorder | None
+        self,
+        names: Sequence[str],
+        *,
+        rank: int,
+        config: Config,
+        trace: TraceRecorder | None,
+        look: Callable[[], None] | None = None,
     ) -> None:
+        """``look`` is called now and then by who waits for a parameter, and may raise."""
         self.counters = Counters()
         self.error: ForepropError | None = None
         self.failed = False
@@ -57,6 +64,7 @@ class Progress:
         self._rank = rank
         self._config = config
         self._trace = trace
+        self._look = look
         self._changed = threading.Condition()
         self._waiters = 0
 
@@ -109,7 +117,13 @@ class Progress:
         """Block until a parameter's result of ``step`` is in."""
         started_ns = time.perf_counter_ns()
         self.awaited = parameter  # before the condition is looked at
-        self.wait_until(condition, self._config.step_timeout_s, describe, on_stall)
+
+        def stalled() -> None:
+            on_stall()
+            if self._look is not None:
+                self._look()
+
+        self.wait_until(condition, self._config.step_timeout_s, describe, stalled)
         self.awaited = NOTHING
         waited, name = self.counters.waited_s_by_parameter, self._names[parameter]
         waited[parameter] = waited.get(parameter, 0.0) + self.count_wait(name, started_ns, step + 1)

@@ -313,6 +313,11 @@ class Server:
 
     def on_refused(self, peer: Connection, error: RemoteProtocolError) -> None:
         """A peer that breaks the rules loses its connection; a stranger costs nobody anything."""
+        from foreprop.core.collect import RanksApart  # which only servers need
+
+        if isinstance(error, RanksApart):
+            self._lose(peer, "TrainingLoopError", str(error))
+            return
         who = self._name_of(peer) if peer.joined else "a stranger"
         LOGGER.warning("%s: %s broke the protocol: %s", self.name, who, error)
         if isinstance(error, GreetingRefused):  # it may be a worker that is one too many

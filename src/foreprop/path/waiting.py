@@ -171,15 +171,15 @@ class _Waiting:
         return _used_by(waited, func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _outside_torch(self, lambda plain: copy.deepcopy(plain, memo))
+        return used_outside_torch(self, lambda plain: copy.deepcopy(plain, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _outside_torch(
+        return used_outside_torch(
             self, lambda plain: object.__getattribute__(plain, "__reduce_ex__")(protocol)
         )
 
     def __repr__(self) -> str:
-        text: str = _outside_torch(self, repr)
+        text: str = used_outside_torch(self, repr)
         return text
 
 
@@ -212,7 +212,7 @@ def _used_by(
     return result
 
 
-def _outside_torch(tensor: Any, use: Callable[[Any], Any]) -> Any:
+def used_outside_torch(tensor: Any, use: Callable[[Any], Any]) -> Any:
     """A use that torch would not tell us about, because it starts from the object's class."""
 
     def copied() -> Any:

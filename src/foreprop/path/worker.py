@@ -74,7 +74,9 @@ class WorkerEngine:
         config: Config,
         trace: TraceRecorder | None = None,
         servers: Sequence[str] | None = None,
+        look: Callable[[], None] | None = None,
     ) -> None:
+        """``look``: see `Progress`."""
         self.manifest, self.config, self.rank = manifest, config, rank
         self.parameters, self.slices = manifest.parameters, manifest.slices()
         self.shards = manifest.shards(len(self.slices))
@@ -89,7 +91,7 @@ class WorkerEngine:
         self._aggregation = manifest.knobs.aggregation
         self.every_parameter = self._aggregation.needs_every_parameter
         names = [info.name for info in manifest.parameters]
-        self.progress = Progress(names, rank=rank, config=config, trace=trace)
+        self.progress = Progress(names, rank=rank, config=config, trace=trace, look=look)
         self.counters = self.progress.counters
         self.memory = SliceMemory(manifest, self.slices, memory)
         self._streams, self.index, self.trace = streams, rank, trace

@@ -73,6 +73,7 @@ class ServedBackend:
             config=setup.config,
             trace=setup.make_trace(self.session_id),
             servers=self.connections.server_names(),
+            look=setup.look,
         )
         self._rows, self._norm = add_features(self.engine)
         self.codecs: PushCodecs | None = None

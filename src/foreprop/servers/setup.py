@@ -56,6 +56,8 @@ class Setup:
     loss_scale: LossScale | None = None
     """Of a scaler whose work servers do."""
     has_scaler: bool = False
+    look: Callable[[], None] | None = None
+    """Called now and then while a result is waited for; raises why none will come."""
     steps_before: int = 0
     """That the session has made with other backends."""
     by_workers: bool = False

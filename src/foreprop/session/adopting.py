@@ -99,6 +99,21 @@ class Belongings:
         """Whether the optimizer has other parameters than tables held row by row."""
         return self.optimized > len(self.row_wise)
 
+    def renew(self) -> None:
+        """The model, the optimizer or what requires a gradient has changed."""
+        self._own = list(named_parameters(self.model, self.optimizer))
+        self.optimized = len(self._own)
+        self.buffers = ModelBuffers(self.model)
+        self.take()
+
+    def new_parameters(self) -> Iterator[tuple[int, str]]:
+        """By their ids, the names of parameters to be trained that no session has."""
+        known = {id(parameter) for _, parameter, _ in self.named} | managed_ids()
+        own = named_parameters(self.model, self.optimizer)
+        for name, parameter, _ in itertools.chain(own, others_named(self.model, self.optimizer)):
+            if id(parameter) not in known and parameter.requires_grad:
+                yield id(parameter), name
+
     def take(self) -> None:
         """Number the parameters. Raises `ConfigError` for those that cannot be synchronised."""
         if self.embeddings is not None:
@@ -153,6 +168,7 @@ def adopt(training: Training) -> None:
         alive = training.reference()
         add_undo(training.loss_scale.adopt(lambda: alive().grad_norm))
     add_undo(*give_advice(), watch_entries(training), *watch_scripts())
+    add_undo(*training.additions.watch())
     add_undo(*keep_copies_plain(), *watch_wrappers())
     if training.stale_readers is not None:
         add_undo(training.stale_readers.watch())
@@ -169,6 +185,7 @@ def _adopt_optimizer(training: Training) -> None:
     before = {k: v for k, v in vars(optimizer).items() if k in OWN_ATTRIBUTES}
     _put_step(optimizer, own["step"], training.reference())
     _put_zero_grad(optimizer, own["zero_grad"], training.reference())
+    _put_add_param_group(optimizer, own["add_param_group"], training.reference())
 
     def restore() -> None:
         for name in OWN_ATTRIBUTES:
@@ -237,6 +254,18 @@ def _put_zero_grad(
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 
 
+def _put_add_param_group(
+    optimizer: torch.optim.Optimizer, own: Callable[[Any], None], alive: Callable[[], Training]
+) -> None:
+    def add_param_group(self: torch.optim.Optimizer, param_group: Any) -> None:
+        additions = alive().additions
+        additions.check_group()
+        own(param_group)
+        additions.given_to_optimizer(self.param_groups[-1]["params"])
+
+    optimizer.add_param_group = types.MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
+
+
 def _watch_state(training: Training, before: dict[str, Any]) -> None:
     """Checkpoints and copies have the state; ``before``: the user's own attributes."""
     optimizer, alive = training.user.optimizer, training.reference()
@@ -268,22 +297,38 @@ def _adopt_model(training: Training) -> None:
         trace = ComputeTrace(model, training.trace, lambda: training.completed + 1)
         training.compute_trace = trace
         training.life.add_undo(trace.remove)
-    handles = [
-        before_loading(module, BeforeLoadStateDict(training))
-        for module in model.modules()  # a part may be loaded by itself
-        if next(module.parameters(recurse=False), None) is not None
-    ]
-    if training.config.wait == "modules":
-        handles += [before_forward(module, BeforeModule()) for module in model.modules()]
+    for module in model.modules():  # a part may be loaded by itself
+        training.life.add_undo(*watch_module(training, module))
+    handles = []
     if training.config.whole_tables not in (None, "all"):
         handles.append(model.register_state_dict_pre_hook(StateDictBegins(training)))
         handles.append(model.register_state_dict_post_hook(StateDictEnds(training)))
     if training.remote is not None and training.user.embeddings is not None:
         handles += training.remote.watch(training.user.embeddings.modules_of)
-    if training.user.buffers:
-        handles.append(before_forward(model, BeforeForward(training)))
-        handles.append(model.register_state_dict_pre_hook(BeforeStateDict(training)))
     training.life.add_undo(*(handle.remove for handle in handles))
+    watch_buffers(training)
+
+
+def watch_module(training: Training, module: torch.nn.Module) -> list[Callable[[], None]]:
+    """A part of the model; the returned functions end it."""
+    handles = []
+    if next(module.parameters(recurse=False), None) is not None:
+        handles.append(before_loading(module, BeforeLoadStateDict(training)))
+    if training.config.wait == "modules":
+        handles.append(before_forward(module, BeforeModule()))
+    return [handle.remove for handle in handles]
+
+
+def watch_buffers(training: Training) -> None:
+    """Have evaluations and checkpoints show rank 0's, if the model has any."""
+    if training.user.buffers and not training.watches_buffers:
+        training.watches_buffers = True
+        model: Any = training.user.model
+        handles = [
+            before_forward(model, BeforeForward(training)),
+            model.register_state_dict_pre_hook(BeforeStateDict(training)),
+        ]
+        training.life.add_undo(*(handle.remove for handle in handles))
 
 
 _CONSTANT = frozenset({int, float, bool, str, type(None)})

@@ -240,7 +240,9 @@ def connect(training: Training, row_wise: Collection[str]) -> None:
     user = training.user
     training.completed = 0
     training.parameters, training.tables = [], []
-    training.averaging = training.remote = None
+    training.remote = None
+    if training.averaging is not None:
+        training.averaging.connect(collectives=not is_served(training.config))
     training.first = FirstStep(training)
     if training.world.local_size < training.world.size:
         from foreprop.session.suitedslices import suit_slices
@@ -306,15 +308,19 @@ def _make_parameter(
 
             return LateParameter(index, name, parameter, training)
         return SynchronisedParameter(index, name, parameter, training)
-    from foreprop.gradients.averaged import AveragedParameter
+    averaging = averaging_of(training)
+    averaged = averaging.known.pop(id(parameter), None)
+    if averaged is None:
+        from foreprop.gradients.averaged import AveragedParameter
 
-    averaging = _averaging_of(training)
-    averaged = AveragedParameter(index, name, parameter, training, averaging, wanted=wanted)
+        averaged = AveragedParameter(parameter, training, averaging)
+    averaged.connect(index, name, wanted=wanted)
     averaging.parameters.append(averaged)
     return averaged
 
 
-def _averaging_of(training: Training) -> Averaging:
+def averaging_of(training: Training) -> Averaging:
+    """What its averaged parameters have in common; made for the first of them."""
     if training.averaging is None:
         from foreprop.gradients.averaging import Averaging
 
@@ -349,6 +355,7 @@ def _setup(training: Training, row_wise: Collection[str]) -> Setup:
         loss_scale=training.loss_scale,
         has_scaler=training.has_scaler,
         steps_before=training.completed_before,
+        look=training.additions.look,
         by_workers=training.by_workers,
     )
 

@@ -1,12 +1,21 @@
-"""A session that goes on with another backend where it was: other servers, shares or slices."""
+"""A session that goes on with another backend where it was.
+
+With other servers, shares or slices, or with more parameters (`session.additions`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+import json
+import time
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from foreprop.cluster.entries import decode_entry
+from foreprop.errors import TrainingLoopError
+from foreprop.session.additions import listed
+from foreprop.session.adopting import watch_buffers
 from foreprop.session.backends import connect
 
 if TYPE_CHECKING:
@@ -14,8 +23,11 @@ if TYPE_CHECKING:
     from foreprop.session.training import Training
 
 
-def reconnect(training: Training, row_wise: Collection[str]) -> None:
-    """End the present backend and go on with another one where it was."""
+def reconnect(training: Training, row_wise: Collection[str], *, renew: bool = False) -> None:
+    """End the present backend and go on with another one where it was.
+
+    ``renew``: with the parameters that there are now, instead of those that there were.
+    """
     training.checkpoints.pull_state()
     optimizer = training.user.optimizer
     state = dict(optimizer.state)
@@ -30,16 +42,91 @@ def reconnect(training: Training, row_wise: Collection[str]) -> None:
     optimizer.state.clear()
     optimizer.state.update(state)
     training.completed_before += training.completed
+    if renew:
+        training.forget_backend()
+        training.user.renew()
     training.user.make_sparse(row_wise)
     with torch.no_grad():
         for name, parameter, _ in training.user.named:
             if name in full:
                 parameter.copy_(full[name])
+    planned = training.planning
     connect(training, row_wise)
+    if renew and planned:
+        training.begin_planning()  # of these parameters
     if full:
         training.checkpoints.begin_rounded(shown, lambda: (shown, full))
     if has_averages:
         training.checkpoints.load_ema_state_dict(averages)
+
+
+# With more parameters.
+_BOARD, _JOINED = "additions", "joined"
+
+
+class _Joining(NamedTuple):
+    """What a rank says before it connects with more parameters."""
+
+    step: int
+    names: list[str]
+
+
+def reconnect_with(training: Training, names: Sequence[str]) -> None:
+    """All ranks go on with the parameters that there are now, of which these are new.
+
+    Also in the middle of a step: gradients that have not been averaged are averaged afterwards.
+    """
+    started = time.monotonic()
+    step = training.completed_before + training.completed + 1
+    if training.averaging is not None:
+        training.averaging.end_round()
+    _agree(training, names)
+    used = [id(training.parameters[index].parameter) for index in training.first.use_order]
+    rows = {info.name for info in training.infos if info.rows}
+    with training.state.quietly():
+        reconnect(training, rows, renew=True)
+    watch_buffers(training)
+    numbers = {id(entry[1]): number for number, entry in enumerate(training.user.named)}
+    training.first.use_order = [numbers[identity] for identity in used if identity in numbers]
+    training.report(
+        f"step {step}: {listed(names)} {'are' if len(names) > 1 else 'is'} trained from now on,"
+        f" too; the ranks have connected anew in {time.monotonic() - started:.1f} s"
+    )
+
+
+def _agree(training: Training, names: Sequence[str]) -> None:
+    step = training.completed + 1
+    what = f"step {step} with {listed(names)} to be trained, too"
+    mine = json.dumps(_Joining(step, list(names)))
+    for rank, text in enumerate(training.board(_BOARD).exchange(_JOINED, mine, what)):
+        theirs = _decode(text)
+        if set(theirs.names) != set(names):
+            raise _unlike(rank, sorted(set(theirs.names) ^ set(names)))
+
+
+def raise_if_others_join(training: Training) -> None:
+    """`TrainingLoopError` if another rank waits where this one does not come. Any thread."""
+    averaging = training.averaging
+    left = averaging is not None and any(each.left for each in averaging.parameters)
+    board = training.board(_BOARD)
+    for rank in range(training.world.size):
+        found = board.peek(f"{_JOINED}/{rank}") if rank != training.world.rank else None
+        if found is not None:
+            theirs = _decode(found)
+            if theirs.step <= training.completed + left:
+                raise _unlike(rank, theirs.names)
+
+
+def _decode(text: str | bytes) -> _Joining:
+    said: _Joining = decode_entry(text, _Joining, "the parameters that a rank trains from now on")
+    return said
+
+
+def _unlike(rank: int, names: Sequence[str]) -> TrainingLoopError:
+    return TrainingLoopError(
+        f"rank {rank} trains {listed(names)} from now on, and another rank does not: unfreeze and"
+        " add parameters on every rank alike"
+    )
 
 
 def _shown_and_full(training: Training) -> tuple[Values, Values]:

@@ -17,6 +17,7 @@ from foreprop.errors import TrainingLoopError
 from foreprop.gradients.optimizerstate import ShownState
 from foreprop.hooks.modelhooks import SharedBuffers
 from foreprop.path.memory import Memory
+from foreprop.session.additions import Additions
 from foreprop.session.adopting import Belongings, SettingsWatch, adopt
 from foreprop.session.backends import Backends, connect, is_served, stale_readers_for
 from foreprop.session.firststep import FirstStep
@@ -71,6 +72,7 @@ class Training:
         self.fixed_passes = config.backward_passes
         self.reduces_by_kind = config.sparse_reduction not in (None, config.reduction)
         self.leaves_rows = False
+        self.watches_buffers = False
         self.stepped = optimizer is None  # or there is nothing to step
         self.averaging: Averaging | None = None
         self.remote: RemoteTables | None = None
@@ -89,6 +91,7 @@ class Training:
         self.trace: TraceRecorder | None = None
         self.follower: Follower | None = None
         self.added: AddedSteps | None = None
+        self.additions = Additions(self)
         self._begin(model, optimizer, scaler)
 
     # The start.
@@ -200,6 +203,12 @@ class Training:
         """Whether they have the dense parameters, and not servers."""
         return not is_served(self.config)
 
+    def forget_backend(self) -> None:
+        """What has been learned of the present parameters and their backend."""
+        if self.uses is not None:
+            self.uses.look_away()
+        self.uses = self._compiled = None
+
     @property
     def planning(self) -> bool:
         return self._automatic is not None and self._automatic.is_planning
@@ -237,7 +246,8 @@ class Training:
         A backward pass before the first forward pass says nothing about priorities.
         """
         if self.by_workers:
-            return self.first.is_over or self.first.in_forward
+            shown = self.first.is_over or self.first.in_forward
+            return shown and not self.additions.holds
         return not self.learning
 
     def gradient_ready(self, parameter: Watched) -> None:
@@ -298,6 +308,7 @@ class Training:
 
     def gradients_read(self) -> None:
         """Somebody reads or edits this rank's own gradient: have it averaged, and the others'."""
+        self.additions.join()
         self.first.end()
         if self.averaging is not None:
             # collectives average all or nothing
@@ -360,11 +371,13 @@ class Training:
         """The user's own `step()`, on averaged gradients; it may have a closure that makes them."""
         self.backends.raise_if_failed()
         if not (args or kwargs):
+            self.additions.join()
             self._finish_rounds()
             if self.averaging is not None:
                 self.averaging.receive_all()
         result = own_step(*args, **kwargs)
         if args or kwargs:
+            self.additions.join()
             self._finish_rounds()
         self._end_step()
         return result
@@ -373,6 +386,7 @@ class Training:
         if self.backends.progress.failed:
             self.backends.raise_if_failed()
         self.leaves_rows = False  # if a state_dict() was broken off
+        self.additions.join()
         if self.loss_scale is not None:
             self.loss_scale.check_stepping()
         if self.tables or not self.by_workers:
@@ -386,6 +400,7 @@ class Training:
 
     def complete_gradients(self) -> None:
         """Before a step is clipped: averages of what only other ranks had gradients of, too."""
+        self.additions.join()
         self._finish_rounds()
         if self.averaging is not None:
             self.averaging.receive_others()

@@ -1,0 +1,223 @@
+"""Parameters that come after `parallelize`: unfrozen, new in the model, or given to the optimizer.
+
+DDP averages what required a gradient when the model was wrapped; what comes later each rank trains
+by itself. Here the first gradient of such a parameter waits for its average, as every other one,
+and nothing else of that step leaves. At whatever asks for an average first, `optimizer.step()` at
+the latest, all ranks connect anew with the parameters that there are then, in the middle of the
+step. Nobody is told of a change of ``requires_grad``, so who has not required a gradient is looked
+at once a step; torch tells of what is registered in a module.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.modules import module as torch_modules
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
+
+from foreprop.errors import TrainingLoopError
+from foreprop.gradients.averaged import AveragedParameter
+from foreprop.hooks.interception import is_managed
+from foreprop.session.adopting import watch_module
+from foreprop.session.backends import averaging_of
+
+if TYPE_CHECKING:
+    from foreprop.session.training import Training
+
+_SHOWN = 3
+
+
+class _Candidate(NamedTuple):
+    """A parameter that no session has, and its hook."""
+
+    parameter: Callable[[], torch.nn.Parameter | None]
+    hook: RemovableHandle
+
+
+class Additions:
+    """One session's. Training thread, but for `look`."""
+
+    def __init__(self, training: Training) -> None:
+        self._alive = training.reference()
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._candidates: dict[int, _Candidate] = {}
+        self._looked_at = 0  # the round, see `holds`
+        self._is_due = False
+        self._is_joining = False
+
+    # Who might come.
+    def watch(self) -> list[Callable[[], None]]:
+        """From now on; the returned functions end it."""
+        for module in self._alive().user.model.modules():
+            self._modules.add(module)
+        self._consider(self._alive().user.frozen)
+        mine = weakref.ref(self)
+
+        def parameter_registered(
+            module: torch.nn.Module, _: str, parameter: torch.nn.Parameter | None
+        ) -> None:
+            found = mine()
+            if found is not None and parameter is not None and module in found._modules:
+                found._consider([parameter])
+
+        def module_registered(
+            module: torch.nn.Module, _: str, part: torch.nn.Module | None
+        ) -> None:
+            found = mine()
+            if found is not None and part is not None and module in found._modules:
+                found._extend(part)
+
+        handles = [
+            torch_modules.register_module_parameter_registration_hook(parameter_registered),
+            torch_modules.register_module_module_registration_hook(module_registered),
+        ]
+        return [self._forget_all, *(handle.remove for handle in handles)]
+
+    def _extend(self, part: torch.nn.Module) -> None:
+        """The model has this part now."""
+        training = self._alive()
+        for module in part.modules():
+            if module not in self._modules:
+                self._modules.add(module)
+                training.life.add_undo(*watch_module(training, module))
+                self._consider(p for p in module._parameters.values() if p is not None)
+
+    def check_group(self) -> None:
+        """The optimizer is about to get another one: raise where that could not be trained."""
+        if not self._alive().by_workers:
+            raise self._impossible("add_param_group() was called after parallelize()")
+
+    def given_to_optimizer(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Those of a new group."""
+        given, averaging = {id(parameter) for parameter in parameters}, self._alive().averaging
+        for averaged in averaging.parameters if averaging is not None else ():
+            averaged.wanted |= id(averaged.parameter) in given
+        self._consider(parameters)
+
+    def _consider(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Each may come to require a gradient, if it does not yet."""
+        for parameter in parameters:
+            if id(parameter) not in self._candidates and _can_be_trained(parameter):
+                hook = self._hook(parameter)
+                self._candidates[id(parameter)] = _Candidate(weakref.ref(parameter), hook)
+        self._looked_at = 0
+
+    def _hook(self, parameter: torch.nn.Parameter) -> RemovableHandle:
+        """Be told of its gradients. Torch lets only those be watched that can have one now."""
+        mine = weakref.ref(self)
+
+        def on_gradient(parameter: torch.nn.Parameter) -> None:
+            found = mine()
+            if found is not None:
+                found._gradient_came(parameter)
+
+        required = parameter.requires_grad
+        parameter.requires_grad_(True)
+        register: Any = parameter.register_post_accumulate_grad_hook
+        handle: RemovableHandle = register(on_gradient)
+        parameter.requires_grad_(required)
+        return handle
+
+    def _gradient_came(self, parameter: torch.nn.Parameter) -> None:
+        """The first one of a parameter that no backend has."""
+        if is_managed(parameter) or not self._new_names():
+            return
+        training = self._alive()
+        self._is_due = True
+        averaging = averaging_of(training)
+        averaged = averaging.known.get(id(parameter))
+        if averaged is None:
+            averaged = AveragedParameter(parameter, training, averaging)
+            averaging.known[id(parameter)] = averaged
+            averaged.gradient_came()
+
+    def _forget(self, identity: int) -> None:
+        self._candidates.pop(identity).hook.remove()
+
+    def _forget_all(self) -> None:
+        for identity in list(self._candidates):
+            self._forget(identity)
+
+    # Who has come.
+    @property
+    def holds(self) -> bool:
+        """Whether this round's gradients stay until all ranks have connected anew."""
+        averaging = self._alive().averaging
+        round_ = 0 if averaging is None else averaging.rounds.serial
+        if self._looked_at != round_:
+            self._looked_at, self._is_due = round_, bool(self._new_names())
+        return self._is_due
+
+    def _new_names(self) -> list[str]:
+        """The parameters to be trained that no backend has; raises where they cannot be."""
+        asking = [
+            (identity, parameter)
+            for identity, candidate in self._candidates.items()
+            if (parameter := candidate.parameter()) is None or parameter.requires_grad
+        ]
+        if not asking:
+            return []
+        present = dict(self._alive().user.new_parameters())
+        for identity, parameter in asking:
+            if parameter is None or id(parameter) not in present:  # it has been taken out again
+                self._forget(identity)
+        names = list(present.values())
+        if names and not self._alive().by_workers:
+            raise self._impossible(f"{listed(names)} did not require a gradient at parallelize()")
+        return names
+
+    def _impossible(self, what: str) -> TrainingLoopError:
+        return TrainingLoopError(
+            f"{what}, and servers update here: they know the parameters that there were then."
+            " Leave the updates to the workers (update='workers'), or close() the session and call"
+            " parallelize() again"
+        )
+
+    # All ranks connect anew.
+    def join(self) -> None:
+        """If somebody has come. Before anything of a step is read, or leaves at its end."""
+        if self._is_joining or not self._candidates or not (names := self._new_names()):
+            return
+        self._is_joining = True
+        try:
+            self._join(names)
+        finally:
+            self._is_joining = False
+
+    def _join(self, names: Sequence[str]) -> None:
+        from foreprop.session.reconnecting import reconnect_with
+
+        training = self._alive()
+        reconnect_with(training, names)
+        for identity, candidate in list(self._candidates.items()):
+            parameter = candidate.parameter()
+            if parameter is None or is_managed(parameter):
+                self._forget(identity)
+        self._consider(training.user.frozen)
+
+    def look(self) -> None:
+        """While an average is waited for: raise if another rank waits for this one to join.
+
+        Any thread.
+        """
+        from foreprop.session.reconnecting import raise_if_others_join
+
+        training = self._alive()
+        if training.life.connected and not self._is_joining:
+            raise_if_others_join(training)
+
+
+def _can_be_trained(parameter: Any) -> bool:
+    if is_managed(parameter) or is_traceable_wrapper_subclass(parameter):
+        return False
+    return bool(parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex()))
+
+
+def listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    more = len(names) - _SHOWN
+    return shown + (f" and {more} more" if more > 0 else "")
