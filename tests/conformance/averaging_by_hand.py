@@ -107,6 +107,8 @@ def run_averaged(
 
 def _outcome(model: nn.Module, optimizer: Any, result: Any) -> Outcome:
     state = optimizer.state_dict() if optimizer is not None else {}
+    if "state" in state:  # in the order of the first updates, which is that of first uses here
+        state = {**state, "state": dict(sorted(state["state"].items()))}
     return Outcome(copy.deepcopy(model.state_dict()), copy.deepcopy(state), result)
 
 

@@ -5,7 +5,7 @@ Each rank has the bits that averaging by hand gives, whatever came before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from foreprop.errors import TrainingLoopError
 from tests.conformance.averaging_by_hand import Average, ReadingLoop, check_contract
-from tests.conformance.parity import Batch, servers_only, small_model
+from tests.conformance.parity import Batch, seeded, servers_only, small_model
 
 pytestmark = pytest.mark.timeout(900)
 MOST_PASSES = 3
@@ -80,10 +80,42 @@ EDITS: dict[str, Callable[[nn.Module, int], None]] = {
     "drop one": _drop_one,
     "evaluate": _evaluate,
 }
-MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
 }
+FIRST, FROZEN_LATER = 0, 2
+"""Layers of the model: the one that may be frozen at the start, and one that may be later."""
+
+
+def _give(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Those that it does not have."""
+    has = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if missing := [p for p in parameters if id(p) not in has]:
+        optimizer.add_param_group({"params": missing})
+
+
+def _unfreeze(model: Any, optimizer: Optimizer) -> None:
+    model.requires_grad_(True)
+    _give(optimizer, model.parameters())
+
+
+def _freeze(model: Any, optimizer: Optimizer) -> None:
+    model[FROZEN_LATER].requires_grad_(False)
+
+
+def _grow(model: Any, optimizer: Optimizer) -> None:
+    with seeded(len(model)):
+        model.append(nn.Linear(3, 3))
+    _give(optimizer, model[-1].parameters())
+
+
+CHANGES: dict[str, Callable[[Any, Optimizer], None]] = {
+    "unfreeze": _unfreeze,
+    "freeze": _freeze,
+    "grow": _grow,
+}
+STARTS = ["as usual", "frozen", "frozen, and not in the optimizer"]
 
 
 class Step(NamedTuple):
@@ -97,6 +129,8 @@ class Step(NamedTuple):
     lr: float | None
     new_optimizer: str | None
     changes_by_hand: bool
+    change: str | None = None
+    """Of what is trained, before the passes."""
 
 
 def is_refused(step: Step) -> bool:
@@ -113,6 +147,7 @@ STEPS = st.builds(
     lr=st.sampled_from([None, None, 0.05]),
     new_optimizer=st.sampled_from([None, None, None, None, *MAKERS]),
     changes_by_hand=st.sampled_from([False, False, False, True]),
+    change=st.sampled_from([*[None] * 9, *CHANGES]),
 ).filter(lambda step: not is_refused(step))
 
 
@@ -121,7 +156,9 @@ def loop_of(steps: Sequence[Step]) -> ReadingLoop:
         left = iter(batches)
         for number, step in enumerate(steps):
             if step.new_optimizer is not None:
-                optimizer = MAKERS[step.new_optimizer](model)
+                optimizer = MAKERS[step.new_optimizer](model.parameters())
+            if step.change is not None:
+                CHANGES[step.change](model, optimizer)
             for _ in range(step.passes):
                 x, y = next(left)
                 (F.cross_entropy(model(x), y) / step.passes).backward()
@@ -143,15 +180,18 @@ def loop_of(steps: Sequence[Step]) -> ReadingLoop:
     return loop
 
 
-def check_loop(maker: str, steps: Sequence[Step], **about: Any) -> None:
+def check_loop(maker: str, steps: Sequence[Step], start: str = STARTS[0], **about: Any) -> None:
     def build() -> tuple[nn.Module, Optimizer]:
         model = small_model()
-        return model, MAKERS[maker](model)
+        model[FIRST].requires_grad_(start == STARTS[0])
+        left_out = start == STARTS[2]
+        trained = [p for p in model.parameters() if p.requires_grad or not left_out]
+        return model, MAKERS[maker](trained)
 
     # what is added to an average: sums of averages are averages of sums, but for last bits
     rtol = 1e-4 if any(step.zeroes == "not at all" for step in steps[:-1]) else 0.0
     passes = sum(step.passes for step in steps)
-    check_contract(build, loop_of(steps), steps=passes, rtol=rtol, **about)
+    check_contract(build, loop_of(steps), steps=passes, rtol=rtol, check_replicas=8, **about)
 
 
 LOOPS = st.lists(STEPS, min_size=2, max_size=7)
@@ -159,9 +199,11 @@ LOOPS = st.lists(STEPS, min_size=2, max_size=7)
 
 @servers_only
 @settings(max_examples=200)
-@given(st.sampled_from(sorted(MAKERS)), LOOPS)
-def test_any_loop_has_the_bits_of_averages_by_hand(maker: str, steps: list[Step]) -> None:
-    check_loop(maker, steps)
+@given(st.sampled_from(sorted(MAKERS)), LOOPS, st.sampled_from(STARTS))
+def test_any_loop_has_the_bits_of_averages_by_hand(
+    maker: str, steps: list[Step], start: str
+) -> None:
+    check_loop(maker, steps, start)
 
 
 def test_a_factor_before_another_pass() -> None:
@@ -172,7 +214,12 @@ def test_a_factor_before_another_pass() -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=1000)
-@given(st.sampled_from(sorted(MAKERS)), LOOPS, st.sampled_from([{}, {"slice_elems": 7}]))
-def test_many_more_loops(maker: str, steps: list[Step], about: dict[str, Any]) -> None:
-    check_loop(maker, steps, **about)
+@settings(max_examples=5000)
+@given(
+    st.sampled_from(sorted(MAKERS)),
+    LOOPS,
+    st.sampled_from(STARTS),
+    st.sampled_from([{}, {"slice_elems": 7}]),
+)
+def test_many_more_loops(maker: str, steps: list[Step], start: str, about: dict[str, Any]) -> None:
+    check_loop(maker, steps, start, **about)

@@ -245,6 +245,9 @@ class Config:
         "where a pending parameter is waited for: at its first use; or, for layers in C++ that read"
         " it past torch, at the entry of the module that owns it, too",
     )
+    check_replicas: int | None = _setting(
+        100, "all ranks' parameters are compared once within so many steps; None: never", 8
+    )
     check_stale: bool = _setting(
         False, "for debugging: find and name who reads a parameter before its update is there"
     )

@@ -75,6 +75,7 @@ class Settings(TypedDict, total=False):
     wire_dtype: WireDtype | None
     compression: str | Mapping[str, str] | None
     wait: Wait
+    check_replicas: int | None
     check_stale: bool
     check_finite: bool
     step_timeout_s: float

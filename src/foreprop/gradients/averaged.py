@@ -13,7 +13,7 @@ optimizer has been applied to it (`gradients.localstep`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +44,19 @@ if TYPE_CHECKING:  # for loops in which the workers update
     from foreprop.gradients.roundpart import Scaling
     from foreprop.path.managedparameter import SessionState
     from foreprop.path.memory import Memory
+
+
+def can_be_trained(parameter: Any) -> bool:
+    return bool(parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex()))
+
+
+def watch_gradients(parameter: Any, hook: Callable[[torch.nn.Parameter], None]) -> RemovableHandle:
+    """Be told of its gradients: also of one that requires none yet, which torch does not allow."""
+    required = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(required)
+    return handle
 
 
 class AveragedParameter:
@@ -123,12 +136,11 @@ class AveragedParameter:
         self._on_gradient(self.parameter)
 
     def attach_hook(self) -> None:
-        """Watch for gradients, if the parameter can have any."""
-        if self._hook is None and self.parameter.requires_grad and not self._given_away:
-            register: Any = self.parameter.register_post_accumulate_grad_hook
-            self._hook = register(self._on_gradient)
+        """Watch for gradients, if the parameter can ever have any."""
+        if self._hook is None and not self._given_away and can_be_trained(self.parameter):
+            self._hook = watch_gradients(self.parameter, self._on_gradient)
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
         """Autograd has added to ``parameter.grad``. Runs in the backward pass."""
         with torch._C.DisableTorchFunctionSubclass():
             gradient = parameter.grad
@@ -305,6 +317,10 @@ class AveragedParameter:
         if not self._under_way and gradient is not None:
             self._part.scalings.apply_to(gradient)
             self._seen.version = gradient._version
+
+    def note_scale(self, inverse: torch.Tensor) -> None:
+        """A scaler takes its factor out of the gradients: it is to be the same on all ranks."""
+        self._together.unscaled_by = inverse.detach().clone()
 
     # The end of a step.
     def finish_step(self, step: int) -> None:

@@ -119,6 +119,8 @@ class Averaging:
         self.parameters: list[AveragedParameter] = []
         self._parts: list[AveragedParameter] = []
         self._pass_with_parts = -1
+        self.unscaled_by: torch.Tensor | None = None
+        """By what a scaler has multiplied the gradients to take the loss's factor out."""
         self.known: dict[int, AveragedParameter] = {}
         """By the parameter's id: those that a backend had before, or that are new in the loop."""
         self._averaged: tuple[int, bool, bool] | None = None

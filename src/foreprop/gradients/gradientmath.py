@@ -99,8 +99,9 @@ def _unscale(
 ) -> Any:
     """What `torch.amp.GradScaler` does: look for what is not finite, and take the scale out."""
     found = _all_found(gradients)
-    if found is None:
+    if not found:
         return NotImplemented
+    found[0].note_scale(inv_scale)
     sums = [one.squares() for one in found]
     if any(one is None for one in sums):
         return NotImplemented

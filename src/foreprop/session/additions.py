@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from foreprop.errors import TrainingLoopError
-from foreprop.gradients.averaged import AveragedParameter
+from foreprop.gradients.averaged import AveragedParameter, can_be_trained, watch_gradients
 from foreprop.hooks.interception import is_managed
 from foreprop.session.adopting import watch_module
 from foreprop.session.backends import averaging_of
@@ -101,13 +101,12 @@ class Additions:
     def _consider(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Each may come to require a gradient, if it does not yet."""
         for parameter in parameters:
-            if id(parameter) not in self._candidates and _can_be_trained(parameter):
+            if id(parameter) not in self._candidates and _may_come(parameter):
                 hook = self._hook(parameter)
                 self._candidates[id(parameter)] = _Candidate(weakref.ref(parameter), hook)
         self._looked_at = 0
 
     def _hook(self, parameter: torch.nn.Parameter) -> RemovableHandle:
-        """Be told of its gradients. Torch lets only those be watched that can have one now."""
         mine = weakref.ref(self)
 
         def on_gradient(parameter: torch.nn.Parameter) -> None:
@@ -115,12 +114,7 @@ class Additions:
             if found is not None:
                 found._gradient_came(parameter)
 
-        required = parameter.requires_grad
-        parameter.requires_grad_(True)
-        register: Any = parameter.register_post_accumulate_grad_hook
-        handle: RemovableHandle = register(on_gradient)
-        parameter.requires_grad_(required)
-        return handle
+        return watch_gradients(parameter, on_gradient)
 
     def _gradient_came(self, parameter: torch.nn.Parameter) -> None:
         """The first one of a parameter that no backend has."""
@@ -211,10 +205,10 @@ class Additions:
             raise_if_others_join(training)
 
 
-def _can_be_trained(parameter: Any) -> bool:
+def _may_come(parameter: Any) -> bool:
     if is_managed(parameter) or is_traceable_wrapper_subclass(parameter):
         return False
-    return bool(parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex()))
+    return can_be_trained(parameter)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from foreprop.path.managedparameter import Engine, ManagedParameter
     from foreprop.path.stalereaders import StaleReaders
     from foreprop.servers.served import ServedBackend
+    from foreprop.session.replicas import ReplicaCheck
     from foreprop.session.training import Training
     from foreprop.tables.exchange import RowExchange
     from foreprop.tables.remote import RemoteTable
@@ -284,6 +285,7 @@ def connect(training: Training, row_wise: Collection[str]) -> None:
         raise
     if not training.first.is_over:
         training.first.begin(user.model)
+    training.replicas = replica_check_for(training)
     for synchronised in training.parameters:
         claim_parameter(synchronised.name, synchronised.parameter, training)
 
@@ -330,6 +332,14 @@ def averaging_of(training: Training) -> Averaging:
             collectives=not is_served(training.config),
         )
     return training.averaging
+
+
+def replica_check_for(training: Training) -> ReplicaCheck | None:
+    if training.world.size == 1 or training.config.check_replicas is None:
+        return None
+    from foreprop.session.replicas import ReplicaCheck, are_comparable
+
+    return ReplicaCheck(training) if are_comparable(training.config) else None
 
 
 def stale_readers_for(config: Config) -> StaleReaders | None:

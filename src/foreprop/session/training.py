@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # what only some sessions need
     from foreprop.session.figures import Follower
     from foreprop.session.rebalancing import Rebalancing
     from foreprop.session.relearning import UseWatch
+    from foreprop.session.replicas import ReplicaCheck
     from foreprop.tables.remote import RemoteTable
     from foreprop.tables.rowparameter import RowParameter
     from foreprop.tables.tables import RemoteTables
@@ -92,6 +93,7 @@ class Training:
         self.follower: Follower | None = None
         self.added: AddedSteps | None = None
         self.additions = Additions(self)
+        self.replicas: ReplicaCheck | None = None
         self._begin(model, optimizer, scaler)
 
     # The start.
@@ -259,6 +261,9 @@ class Training:
     def begin_pushing(self) -> None:
         """Announce the optimizer's numbers before a step's first push, if they have changed."""
         step = self.completed + 1
+        if self.replicas is not None:
+            averaging = self.averaging
+            self.replicas.look(step if averaging is None else averaging.rounds.serial)
         if self.settings.announced_step == step:
             return
         if self._state_is_touched:

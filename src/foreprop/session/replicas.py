@@ -1,0 +1,243 @@
+"""Whether all ranks have the same parameters, compared within every so many steps.
+
+A net below everything else: whatever makes ranks drift apart (a parameter that no session has, a
+loop that does other things on each rank, a bit that has flipped in memory), the run ends with the
+parameter's name before it has gone on for long. Each step adds up the bits of an equal share of all
+parameters, before the first gradient leaves, when their values are the last step's on every rank. A
+window of such steps covers everything once. What a rank has added up goes to the store, and is
+compared two steps later, when every rank's is there: nobody waits. The first window is the first
+step alone, for what is wrong from the start.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from foreprop.cluster.entries import decode_entry
+from foreprop.errors import TrainingLoopError
+
+if TYPE_CHECKING:
+    from foreprop.config import Config
+    from foreprop.session.training import Training
+
+_PUBLISHED_AFTER, _COMPARED_AFTER = 2, 4
+
+
+class _Sums(NamedTuple):
+    """What a rank says of one window."""
+
+    window: int
+    scale: float | None
+    """The factor of its loss, if a scaler has one."""
+    sums: list[int]
+
+
+class _Piece(NamedTuple):
+    """Of one parameter, in bytes."""
+
+    number: int
+    start: int
+    stop: int
+
+
+def are_comparable(config: Config) -> bool:
+    """Whether ranks have the same values in the same step."""
+    return not (config.staleness or config.backup_workers)
+
+
+class ReplicaCheck:
+    """One connection's. Training thread, in which autograd's hooks may run."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training.reference()
+        self._steps = training.config.check_replicas or 0
+        self._names: list[str] = []
+        self._tensors: list[torch.Tensor] = []
+        for name, parameter in _replicated(training):
+            self._names.append(name)
+            self._tensors.append(parameter)
+        self._managed = {id(each.parameter): each for each in training.parameters}
+        self._board = training.board("replicas")
+        self._round = -1
+        self._window = _Window(0, self._share(steps=1), len(self._names))
+        self._last: _Window | None = None
+
+    def _share(self, steps: int) -> list[list[_Piece]]:
+        """All bytes, in as many parts of about the same size, each from a multiple of eight on."""
+        sizes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
+        whole = sum(size + -size % 8 for size in sizes)
+        each = -(-max(1, whole) // steps)
+        each += -each % 8
+        shares: list[list[_Piece]] = [[] for _ in range(steps)]
+        at = 0
+        for number, size in enumerate(sizes):
+            start = 0
+            while start < size:
+                share, used = divmod(at, each)
+                stop = min(size, start + each - used)
+                shares[share].append(_Piece(number, start, stop))
+                at += stop - start
+                start = stop
+            at += -at % 8
+        return shares
+
+    def look(self, round_: int) -> None:
+        """Before the first gradient of a step, or of a further round of it, leaves."""
+        if round_ == self._round:
+            return
+        self._round = round_
+        window, last = self._window, self._last
+        training = self._training()
+        window.begin_step(training.completed_before + training.completed + 1)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for piece in window.shares[window.looks - 1]:
+                self._add(piece)
+        if last is not None and window.looks == _PUBLISHED_AFTER:
+            self._board.publish(f"sums/{self._board.rank}", json.dumps(self._said(last)))
+        elif last is not None and window.looks == _COMPARED_AFTER:
+            self._compare(last)
+        if window.looks == len(window.shares):
+            window.sums.leave()
+            shares = window.shares if last is not None else self._share(self._steps)
+            self._last = window
+            self._window = _Window(window.number + 1, shares, len(self._names))
+
+    def _add(self, piece: _Piece) -> None:
+        tensor = self._tensors[piece.number]
+        managed = self._managed.get(id(tensor))
+        if managed is not None:
+            managed.settle()
+        size = tensor.element_size()
+        flat = tensor.detach()
+        flat = (
+            flat.as_strided((flat.numel(),), (1,))
+            if _is_dense(flat)
+            else flat.contiguous().view(-1)
+        )
+        part = flat.view(torch.uint8)[piece.start : piece.stop]
+        whole = part.numel() - part.numel() % 8
+        if (flat.storage_offset() * size + piece.start) % 8:
+            part = part.clone()
+        total = part[:whole].view(torch.int64).sum()
+        if whole < part.numel():
+            total += part[whole:].sum(dtype=torch.int64)
+        self._window.sums.add(piece.number, total)
+
+    def _said(self, window: _Window) -> _Sums:
+        averaging = self._training().averaging
+        factor = None if averaging is None else averaging.unscaled_by
+        scale = None if factor is None else 1 / float(factor)
+        return _Sums(window.number, scale, window.sums.all())
+
+    def _compare(self, window: _Window) -> None:
+        """With the lowest rank that is there."""
+        mine = self._said(window)
+        for rank in range(self._board.rank):
+            found = self._board.peek(f"sums/{rank}")
+            if found is None:
+                continue
+            theirs: _Sums = decode_entry(found, _Sums, f"rank {rank}'s sums of parameters")
+            if theirs.window != mine.window:  # it is not there any more
+                continue
+            error = self._maybe_unlike(mine, theirs, rank, window)
+            if error is not None:
+                self._training().life.give_up(error)
+                raise error
+            return
+
+    def _maybe_unlike(
+        self, mine: _Sums, theirs: _Sums, rank: int, window: _Window
+    ) -> TrainingLoopError | None:
+        pairs = zip(self._names, mine.sums, theirs.sums, strict=True)
+        differing = [name for name, own, other in pairs if own != other]
+        if differing:
+            steps = f"step {window.first}"
+            if window.last != window.first:
+                steps = f"steps {window.first} to {window.last}"
+            return TrainingLoopError(
+                f"parameter {differing[0]} is not the same on rank {rank} and rank"
+                f" {self._board.rank}, as compared in {steps} ({len(differing)} of"
+                f" {len(self._names)} parameters differ): something changes it on one rank only."
+                " Set check_replicas=None if that is meant"
+            )
+        if mine.scale != theirs.scale:
+            return TrainingLoopError(
+                f"the loss is scaled by {theirs.scale} on rank {rank} and by {mine.scale} on rank"
+                f" {self._board.rank}: make the GradScaler alike on every rank"
+            )
+        return None
+
+
+class _Window:
+    """So many steps, in which everything is looked at once."""
+
+    def __init__(self, number: int, shares: list[list[_Piece]], parameters: int) -> None:
+        self.number = number
+        self.shares = shares
+        self.sums = _DeviceSums(parameters)
+        self.looks = 0
+        self.first = self.last = 0
+
+    def begin_step(self, step: int) -> None:
+        self.looks += 1
+        self.first, self.last = self.first or step, step
+
+
+class _DeviceSums:
+    """By parameter, on the devices where they are; read when those have long made them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._by_device: dict[torch.device, torch.Tensor] = {}
+        self._events: list[Any] = []
+
+    def add(self, number: int, total: torch.Tensor) -> None:
+        device = total.device
+        if device not in self._by_device:
+            self._by_device[device] = torch.zeros(self._count, dtype=torch.int64, device=device)
+        self._by_device[device][number] += total
+
+    def leave(self) -> None:
+        """Nothing more is added: begin to bring them to the host."""
+        for device, sums in self._by_device.items():
+            if device.type == "cuda":
+                host = torch.empty(self._count, dtype=torch.int64, pin_memory=True)
+                self._by_device[device] = host.copy_(sums, non_blocking=True)
+                event: Any = torch.Event(device)
+                event.record(torch.cuda.current_stream(device))
+                self._events.append(event)
+
+    def all(self) -> list[int]:
+        for event in self._events:
+            event.synchronize()
+        columns = [sums.tolist() for sums in self._by_device.values()]
+        return [sum(column) for column in zip(*columns, strict=True)]
+
+
+def _replicated(training: Training) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """What is to be the same on all ranks: managed parameters by number, then the others."""
+    rows = {table.index for table in training.tables}
+    seen = {id(training.user.named[number][1]) for number in rows}
+    managed = ((name, parameter) for name, parameter, _ in training.user.named)
+    for name, parameter in itertools.chain(managed, training.user.model.named_parameters()):
+        if id(parameter) not in seen and _has_bits(parameter):
+            seen.add(id(parameter))
+            yield name, parameter
+
+
+def _has_bits(parameter: Any) -> bool:
+    """Whether they can be looked at here."""
+    plain = parameter.layout == torch.strided and not is_traceable_wrapper_subclass(parameter)
+    return bool(plain and not parameter.is_meta and parameter.numel())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements are all there is in its piece of memory, in whatever order."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() == 1 + sum((extent - 1) * stride for extent, stride in pairs)
