@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from benchmarks.compressed import measure_compression, measure_on_gradients
 from benchmarks.exchange import Exchange, measure_exchange
 from benchmarks.jitter import simulate_jitter
 from benchmarks.loopback import MODELS, measure_loopback
-from benchmarks.overhead import measure_scheduling, measure_waiting
+from benchmarks.overhead import measure_replica_check, measure_scheduling, measure_waiting
 from benchmarks.plain import measure_alone
 from benchmarks.tables import measure_tables
 from benchmarks.wire import measure_wire
@@ -82,6 +83,9 @@ def overhead(
         f"{waiting.total_us:.1f}",
         f"first use {waiting.first_use_us:.1f}, swap {waiting.swap_us:.1f}",
     )
+    resnet = load_profile("resnet50")
+    check_us = measure_replica_check([math.prod(array.shape) for array in resnet.arrays])
+    shown.add_row("comparing ranks' parameters, per step", f"{check_us:.1f}", "ResNet-50")
     print_table(console(), shown)
 
 

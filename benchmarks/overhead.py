@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from benchmarks.wire import WirePair, lonely_world
 from foreprop.config import Config
 from foreprop.path.waiting import make_wait, stop_waiting
+from foreprop.session.replicas import ReplicaCheck
 from foreprop.session.session import ConnectedSession
 
 _WARM_UP = 3
@@ -65,6 +67,25 @@ class WaitingCost:
     @property
     def total_us(self) -> float:
         return self.first_use_us + self.swap_us
+
+
+def measure_replica_check(sizes: Sequence[int]) -> float:
+    """``check_replicas``: microseconds per step for arrays of so many float32, mean of a window.
+
+    Without the first window, which is one step; with what is published of it.
+    """
+    model = torch.nn.Module()
+    model.arrays = torch.nn.ParameterList(torch.zeros(size) for size in sizes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    config = Config.resolve("p3")
+    steps = config.check_replicas or 0
+    with ConnectedSession(model, optimizer, lonely_world(), config) as session:
+        check = ReplicaCheck(session._training)
+        check.look(0)
+        started = time.perf_counter()
+        for step in range(1, steps + 1):
+            check.look(step)
+        return (time.perf_counter() - started) * 1e6 / steps
 
 
 class _Scalars(torch.nn.Module):
