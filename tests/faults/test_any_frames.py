@@ -382,6 +382,9 @@ BUDDY_FRAMES: list[tuple[Kind, int, bytes, int]] = [
     (Kind.SETTLED, 0, b"[[0,4,1,[]]]", 0),
     (Kind.POSITIONS, 3, b'[[[0,1,[2,3,false,[[0,[0,1,2]]],[],[]]]],{"1":{"0":[[false,1]]}}]', 0),
     (Kind.POSITIONS, 3, b"[[],{}]" + b"[" * 5000, 0),
+    (Kind.TRAINABLE, 3, b"[[1],[0]]", 0),
+    (Kind.TRAINABLE, 4, b"[[2],[]]", 0),
+    (Kind.TRAINABLE, 4, b"[[-1],[%d]]" % 2**80, 0),
     (Kind.PUSH, 1, gradient(1.0), Flag.LATE),
     (Kind.PUSH, 5, gradient(1.0), 0),
 ]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from foreprop.cluster.world import World
+from foreprop.core.frames import Peers
+from foreprop.core.manifest import Manifest
+from foreprop.core.wire import Kind
+from foreprop.servers.composed import ServerComposer, ServerWork
 from tests.faults import endings
 from tests.faults.endings import check_nothing_left, orderly
+from tests.faults.wire_peers import HANGS_S, manifest_of, session
 from tests.process.harness import Zygote, running
 from tests.process.train_script import Scenario
 from tests.tiers import long_cases
@@ -39,3 +46,40 @@ def test_nothing_is_left_of_a_server_in_another_process(zygote: Zygote, tmp_path
 @pytest.mark.parametrize("sessions", [3, *long_cases(15)])
 def test_many_sessions_one_after_another(sessions: int) -> None:
     check_nothing_left(orderly, times=sessions, local_size=1)
+
+
+class SlowToDecide(ServerComposer):
+    """Who has joined is known only when something has happened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deciding, self.may_go_on = threading.Event(), threading.Event()
+        self.composed = False
+
+    def peers(self, manifest: Manifest) -> Peers:
+        self.deciding.set()
+        assert self.may_go_on.wait(HANGS_S)
+        return super().peers(manifest)
+
+    def compose(self, *about: Any) -> ServerWork:
+        self.composed = True
+        return super().compose(*about)
+
+
+def test_nothing_begins_at_a_server_that_has_ended() -> None:
+    """A node's loss may end a substitute at the moment at which the last survivor joins it."""
+
+    def work(_: World) -> None:
+        composer = SlowToDecide()
+        with session(joined=False, composer=composer, world_size=1) as running:
+            worker = running.stranger()
+            worker.greet()
+            worker.send(Kind.MANIFEST, manifest_of(1).encode())
+            assert composer.deciding.wait(HANGS_S)
+            running.server.cancel()
+            worker.expect_closed()  # and who ends it waits for who decides
+            composer.may_go_on.set()
+            running.wait()
+            assert not composer.composed
+
+    check_nothing_left(work)

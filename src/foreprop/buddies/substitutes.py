@@ -131,25 +131,25 @@ class Substitutes:
         listener = listen(told.address, self._config.port_range)
         port = listener.getsockname()[1]
         composer = _NotedComposer(self._composer_of(told))
-        server = Server(
-            index=told.server,
-            session_id=told.session,
-            config=self._config,
-            composer=composer,
-            world_size=peers.count,
-            name=f"server {told.server} (substitute on node {told.node})",
-            process=f"server {told.server}",
-        )
-        thread = threading.Thread(
-            target=server.run,
-            args=(listener,),
-            name=f"foreprop-substitute{told.server}",
-            daemon=True,
-        )
         with self._executor.lock:
             if self._stopped:  # its own session is over
                 listener.close()
                 return
+            server = Server(
+                index=told.server,
+                session_id=told.session,
+                config=self._config,
+                composer=composer,
+                world_size=peers.count,
+                name=f"server {told.server} (substitute on node {told.node})",
+                process=f"server {told.server}",
+            )
+            thread = threading.Thread(
+                target=server.run,
+                args=(listener,),
+                name=f"foreprop-substitute{told.server}",
+                daemon=True,
+            )
             self._servers[told.server] = server
             self._composers.append(composer)
             thread.start()

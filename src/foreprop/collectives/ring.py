@@ -19,6 +19,7 @@ from foreprop.collectives.group import Group
 from foreprop.collectives.local_update import LocalState, LocalUpdater, comparable, settings_of
 from foreprop.config import Config
 from foreprop.core.agreement import decode_ring_manifest, describe_mismatch
+from foreprop.core.freezing import Turned
 from foreprop.core.manifest import RingKnobs, RingManifest, WireDtype
 from foreprop.errors import ConfigError, HandshakeError
 from foreprop.path.asyncdevice import describe_devices
@@ -146,6 +147,9 @@ class RingBackend:
     def _settings(self) -> str:
         """The numbers as JSON, to be compared with other ranks'."""
         return json.dumps(self.numbers(), default=repr)
+
+    def tell_trainable(self, step: int, turned: Turned) -> None:
+        """A rank takes part in each parameter's collective, frozen or not."""
 
     straggler = None
     """A collective takes as long for all: nobody can tell who is late."""

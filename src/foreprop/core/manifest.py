@@ -177,6 +177,8 @@ class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Its gradients are sparse, as the model says; wherever it is held."""
     init: RowInit | None = None
     """Of a remote table, whose rows no worker has: how servers make them."""
+    requires_grad: bool = True
+    """At `parallelize`. Changes are told as they come (`core.freezing`)."""
 
     @property
     def elems(self) -> int:

@@ -73,6 +73,7 @@ class Kind(IntEnum):
     JOINED = 40  # W: all servers have promised it; S: to all, who counts from which step on
     SERVERS = 41  # W: where all listen, or, as the first frame, the question; S: the answer
     POSITIONS = 42  # W: where its loaders are, for who joins (`slice`) at `step`; S: passed on
+    TRAINABLE = 43  # W: which parameters it has frozen and unfrozen, as it ends `step`
 
 
 class Flag(IntEnum):

@@ -97,8 +97,11 @@ class Admission:
             raise GreetingRefused(f"rank {rank} wants to join, and {why}")
 
     def check_manifest(self, rank: int, manifest: Manifest) -> None:
-        """The optimizer's numbers may have changed since the start: names must be the same."""
-        ours, theirs = self._manifest, manifest
+        """The optimizer's numbers may have changed since the start: names must be the same.
+
+        So may have what is frozen.
+        """
+        ours, theirs = (_whatever_is_frozen(each) for each in (self._manifest, manifest))
         groups, others = ours.optimizer.groups, theirs.optimizer.groups
         if [sorted(group) for group in groups] == [sorted(group) for group in others]:
             optimizer = msgspec.structs.replace(theirs.optimizer, groups=groups)
@@ -166,3 +169,8 @@ class Admission:
         for member in here:
             data = msgspec.json.encode(own if member == rank else told)
             self._executor.send(member, Kind.JOINED, 0, CONTROL_PRIORITY, 0, data)
+
+
+def _whatever_is_frozen(manifest: Manifest) -> Manifest:
+    infos = [msgspec.structs.replace(each, requires_grad=True) for each in manifest.parameters]
+    return msgspec.structs.replace(manifest, parameters=tuple(infos))

@@ -81,7 +81,13 @@ class RoundPart:
 
     @property
     def is_expected(self) -> bool:
-        return self._owner.parameter.requires_grad or self.is_counted
+        """Whether the others wait for word of it."""
+        owner = self._owner
+        return (
+            owner.parameter.requires_grad
+            or self.is_counted
+            or owner.index in self._session.just_frozen
+        )
 
     def begin(self, gradient: torch.Tensor | None) -> None:
         """Have the gradient averaged; None: this rank has none. The last round must be over."""

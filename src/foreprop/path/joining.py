@@ -179,6 +179,7 @@ class Joining:
         self._session_id = session_id
         self._connections = connections
         self._manifests: dict[int, Manifest] = {}
+        self._is_over = False
         reports = FailureReports(self._on_failure)
         self._members: dict[int, FrameOwner] = dict.fromkeys(reports.kinds, reports)
         self.owners: dict[int, FrameOwner] = dict.fromkeys(self.kinds, self) | self._members
@@ -227,6 +228,12 @@ class Joining:
         if self.work is not None:
             self.work.look()
 
+    def end(self) -> Work | None:
+        """What is there to be closed. From now on nobody joins: nobody would close what begins."""
+        with self._host.lock:
+            self._is_over = True
+            return self.work
+
     def refusal(self, peer: Connection, header: Header) -> RemoteProtocolError:
         """Of what a peer says before the session has started, or without having joined it."""
         if self.work is None:
@@ -249,6 +256,8 @@ class Joining:
         if number in peers.absent:
             raise GreetingRefused(f"rank {peer.rank} is not one of {peers.names(peers.present)}")
         with self._host.lock:
+            if self._is_over:
+                raise GreetingRefused(f"the session has ended without rank {peer.rank}")
             if number in self._connections:
                 raise GreetingRefused(f"two workers say that they are rank {peer.rank}")
             peer.number = number

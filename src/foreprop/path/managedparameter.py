@@ -118,6 +118,9 @@ class SessionState(FirstUses, Protocol):
     every_parameter: bool
     """Whether each step needs word of every parameter, also of one without gradients."""
 
+    just_frozen: frozenset[int]
+    """By number, what has been frozen since the last step: the others still wait for it."""
+
     world: World
     completed: int
     """Steps that `optimizer.step()` has ended."""

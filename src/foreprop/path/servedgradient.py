@@ -211,7 +211,11 @@ class ServedGradient:
 
                 raise looprules.edited(owner.name)
         else:
-            awaited = owner.parameter.requires_grad or session.every_parameter
+            awaited = (
+                owner.parameter.requires_grad
+                or session.every_parameter
+                or owner.index in session.just_frozen
+            )
             if gradient is None and not awaited:
                 return
             self._check_as_computed(gradient)

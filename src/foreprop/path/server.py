@@ -241,7 +241,7 @@ class Server:
         """Block until the session has ended, then release everything."""
         self._done.wait()
         self._say_farewell()
-        work = self._joining.work
+        work = self._joining.end()
         if work is not None:
             work.close(self._failure)
         for peer in list(self._connections):

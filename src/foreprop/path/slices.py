@@ -82,6 +82,8 @@ class Slices:
         self._trace = executor.host.trace
         self.arrived: Callable[[PushArrived], None] | None = None
         """Told of each push, with the lock held."""
+        self.begins: Callable[[Connection, int], None] | None = None
+        """Told of the first push of a peer's next step."""
         self._incoming: dict[int, GradientBuffer] = {}  # by peer, what is arriving
         executor.doers[InstallValue] = _done_already
         executor.payload_of = self.payload_of
@@ -115,6 +117,8 @@ class Slices:
             whose = self._executor.peers.name(peer.number)
             self._check(buffer.tensor, whose, self._names[slice_], step)
         event = PushArrived(peer.number, slice_, step, priority, header.flags)
+        if self.begins is not None and step > peer.last_step:
+            self.begins(peer, step)
         with self._lock:
             if buffer is not None:  # a refused push ends the session, so it is never summed
                 self._store.put_gradient(slice_, peer.number, buffer)
@@ -143,6 +147,9 @@ class Slices:
         if frame.kind == Kind.REPLY and not frame.flags & Flag.UNCHANGED:
             return self._store.values(frame.slice)
         return EMPTY
+
+    def watch(self, begins: Callable[[Connection, int], None]) -> None:
+        self.begins = begins
 
     # What it waits for.
     def __contains__(self, number: int) -> bool:

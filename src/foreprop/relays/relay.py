@@ -27,6 +27,7 @@ from foreprop.path.executor import Executor, Host
 from foreprop.path.joining import unknown_optimizer
 from foreprop.path.server import Server
 from foreprop.path.slices import Slices
+from foreprop.path.trainable import TrainableNotices
 from foreprop.relays.nodesums import RelayStore, Sums
 from foreprop.relays.passing import (
     PassedBlobs,
@@ -67,6 +68,8 @@ class RelayWork:
         self.close = close_link
         self._manifest = manifest
         self._link = link
+        self._connections = connections
+        self._words = [info.name for info in manifest.parameters]
         slices = manifest.slices()
         self._machine = RelayMachine(
             slices,
@@ -108,12 +111,14 @@ class RelayWork:
         yield self._sums
         yield self._settings
         yield self._rows
+        about = (self._words, self._executor, self._connections, self._slices.watch)
+        yield TrainableNotices(*about, pass_on=upward.pass_on)
         yield PassedStates(manifest, upward, self._rows)
         yield PassedBlobs(manifest, upward)
         yield PassedNorms(self._machine, upward, parts=len(self.names))
         needs_norm = manifest.knobs.aggregation.needs_norm
-        about = (self._waits, self._link, self._has_pushed)
-        yield PassedStatuses(upward, *about, needs_norm=needs_norm)
+        asked = (self._waits, self._link, self._has_pushed)
+        yield PassedStatuses(upward, *asked, needs_norm=needs_norm)
         goodbyes = Goodbyes(self._executor)
         goodbyes.others.append(self._rows.rank_left)
         yield goodbyes

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from foreprop.elastic.countednumbers import CountedNumbers
     from foreprop.elastic.counting import Counting
     from foreprop.numerics.normgate import NormGate
+    from foreprop.path.trainable import TrainableNotices
     from foreprop.staleness.apart import Apart
     from foreprop.staleness.ownnumbers import OwnNumbers
     from foreprop.stragglers.arrivals import ArrivalReports
@@ -159,12 +160,13 @@ class _Composition:
         self._shards = manifest.shards(len(slices))
         names = slice_names(manifest)
         self._barrier: StepBarrier | None = None
+        self._counting: Counting | None = None
         if manifest.knobs.aggregation.needs_norm:
             owners = [piece.server for piece in slices if manifest.is_served(piece)]
             owners += [shard.server for shard in self._shards]
             self._barrier = StepBarrier(owners.count(host.index))
         images = self._maybe_images(slices, host.index)
-        counting = self._maybe_counting(slices, host.index)
+        self._counting = counting = self._maybe_counting(slices, host.index)
         apart = counting or self._maybe_apart(slices, host.index)
         self._machine = self._make_machine(slices, host.index) if apart is None else apart.machine
         thread_name = f"foreprop-server{host.index}-send"
@@ -218,6 +220,7 @@ class _Composition:
             make = partial(ServerComposer, self._store_class, self._config)
             yield from self._recovery.services(executor, states, self._config, make)
         yield Statuses(executor, self._waits)
+        yield Later({Kind.TRAINABLE}, self._make_trainable)
         yield self._goodbyes
         if self._admission is not None:
             yield self._admission
@@ -286,6 +289,17 @@ class _Composition:
         self._waits.collectors.insert(0, rows)
         self._goodbyes.others.append(rows.rank_left)
         return rows
+
+    def _make_trainable(self) -> TrainableNotices:
+        from foreprop.path.trainable import TrainableNotices
+
+        names = [info.name for info in self._manifest.parameters]
+        about = (names, self._executor, self._connections, self._slices.watch)
+        return TrainableNotices(*about, compares=self._have_all_been_here)
+
+    def _have_all_been_here(self) -> bool:
+        """A substitute, and who comes later, have not heard all words."""
+        return self._substitution is None and not (self._counting and self._counting.newcomers)
 
     def _make_arrivals(self) -> ArrivalReports:
         from foreprop.stragglers.arrivals import ArrivalReports  # after some steps

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from foreprop.core.frames import CONTROL_PRIORITY
+from foreprop.core.freezing import Turned
 from foreprop.core.manifest import FROZEN_BLOB, NO_GROUP, Hyperparameters, Manifest
 from foreprop.core.wire import Kind
 from foreprop.hooks.modelhooks import pack, unpack_into
@@ -195,6 +197,10 @@ class ServedBackend:
         if self.codecs is not None and self._setup.scale is not None:
             self.codecs.residuals.announce(step, self._setup.scale)
         self.engine.announce_hyperparameters(step, msgspec.json.encode(self.numbers()))
+
+    def tell_trainable(self, step: int, turned: Turned) -> None:
+        data = msgspec.json.encode(turned)
+        self.engine.send_to_all(Kind.TRAINABLE, step, CONTROL_PRIORITY, data)
 
     # The end.
     def refuse(self, error: BaseException) -> None:

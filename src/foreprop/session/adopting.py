@@ -145,6 +145,7 @@ class Belongings:
                 rows=rows,
                 sparse=name in sparse,
                 init=remote.get(name),
+                requires_grad=parameter.requires_grad,
             )
 
     def make_sparse(self, names: Collection[str]) -> None:

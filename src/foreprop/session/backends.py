@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from foreprop.config import Config
+from foreprop.core.freezing import Turned
 from foreprop.hooks.interception import claim_parameter
 from foreprop.hooks.modelhooks import SharedBuffers
 from foreprop.path.parameter import SynchronisedParameter
@@ -96,6 +97,11 @@ class Backends:
         for backend in self.all:
             places = (self._places[parameter] for parameter in order)
             backend.engine.learn_priorities([own for other, own in places if other is backend])
+
+    def tell_trainable(self, step: int, turned: Turned) -> None:
+        """This rank has frozen or unfrozen parameters, by the session's numbers."""
+        for backend, numbers in self.parts:
+            backend.tell_trainable(step, turned.of(numbers))
 
     def start_step(self) -> None:
         """The next forward pass begins."""
@@ -260,6 +266,8 @@ def connect(training: Training, row_wise: Collection[str]) -> None:
         parameters=user.optimized,
         is_scaled=scaled,
     )
+    said = setup.config.join is None  # what the others did before it came is no newcomer's word
+    training.trained = [info.requires_grad if said else None for info in setup.infos]
     training.buffers = SharedBuffers(user.buffers, backends.engines[0], training.world)
     grows = training.world.rank == 0 and setup.config.max_workers is not None
     training.publishes_buffers = bool(user.buffers) and (training.buffers.publishes or grows)

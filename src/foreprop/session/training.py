@@ -12,6 +12,7 @@ from foreprop.cluster.rendezvous import Board, step_board
 from foreprop.cluster.world import World
 from foreprop.config import LOGGER, Config
 from foreprop.core.frames import PACE_STEPS
+from foreprop.core.freezing import NOTHING_TURNED
 from foreprop.core.manifest import NO_GROUP, ParameterInfo
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.optimizerstate import ShownState
@@ -53,6 +54,8 @@ class Training:
     every_parameter: bool
     settings: SettingsWatch
     first: FirstStep
+    trained: Sequence[bool | None]
+    """By parameter, whether it required gradients at the end of the last step; None: not said."""
     buffers: SharedBuffers
     publishes_buffers: bool
     """Of the present connection, as `session.backends` makes them."""
@@ -82,6 +85,7 @@ class Training:
         self.loss_scale: LossScale | None = None
         self.stale_readers = stale_readers_for(config)
         self.parameters: list[ManagedParameter] = []
+        self.just_frozen: frozenset[int] = frozenset()
         self.tables: list[RowParameter | RemoteTable] = []
         self._automatic: Automatic | None = None
         self._checkpoints: Checkpoints | None = None
@@ -420,8 +424,24 @@ class Training:
         if self.settings.announced_step != step:
             self.begin_pushing()
         with torch._C.DisableTorchFunctionSubclass():
+            turned = bool(self.just_frozen)
+            for parameter, before in zip(self.parameters, self.trained, strict=True):
+                turned |= parameter.parameter.requires_grad is not before
+            if turned:
+                self._tell_turned(step)
             for parameter in self.parameters:
                 parameter.finish_step(step)
+
+    def _tell_turned(self, step: int) -> None:
+        """The others wait once more for what has just been frozen."""
+        from foreprop.path.trainable import what_turned  # loops that never freeze do without
+
+        trained = [each.parameter.requires_grad for each in self.parameters]
+        turned = what_turned(self.trained, trained)
+        self.trained, self.just_frozen = trained, frozenset(turned.frozen)
+        if turned != NOTHING_TURNED:
+            counted = step if self.averaging is None else self.averaging.rounds.step
+            self.backends.tell_trainable(counted, turned)
 
     def _end_step(self) -> None:
         step = rounds = self.completed + 1
