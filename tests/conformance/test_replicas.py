@@ -68,8 +68,11 @@ def train(
     return run_cluster(ranks, work)
 
 
-def flip(name: str, *, at: int, of: int = 1, bit: int = 0) -> Callable[[nn.Module, int, int], None]:
-    """One bit of a parameter's last element, on one rank, before step ``at``."""
+def flip(name: str, *, at: int, of: int = 1, bit: int = 5) -> Callable[[nn.Module, int, int], None]:
+    """One bit of a parameter's last element, on one rank, before step ``at``.
+
+    Not the last bit, whose difference the next updates may round away.
+    """
 
     def change(model: nn.Module, rank: int, step: int) -> None:
         if (rank, step) == (of, at):
