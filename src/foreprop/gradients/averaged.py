@@ -78,6 +78,7 @@ class AveragedParameter:
         """Averaged once it is connected; its gradients wait for that."""
         self.parameter = parameter
         self.wanted = self.connected = False
+        self.place = 0  # among those that are averaged together
         self.counts_rows = False
         self.touched_rows = 0
         self.passes = 0  # since the last step
@@ -419,15 +420,32 @@ class AveragedParameter:
         update = self._update
         if update is None:  # another thread has been here
             return
+        together: list[AveragedParameter] = []
         if (readers := self._session.stale_readers) is not None:
             readers.settled(self.parameter)
         if self._part.end():
-            self._apply(update)
+            together.append(self)
+        if readers is None:
+            arrived = self._together.arrived_after(self)
+            together += [each for each in arrived if each._part.end()]
+            for each in arrived:
+                each._update = (
+                    None  # it goes on waiting for its first use, which somebody may watch
+                )
+        shown = [each._put_average() for each in together]
+        update.apply([each.parameter for each in together])
+        for each, gradient in zip(together, shown, strict=True):
+            each.parameter.grad = gradient
         self._update = None
         if not self._first_use.watched:
             stop_waiting(self.parameter)
 
-    def _apply(self, update: DeferredStep) -> None:
+    def waits_for(self, update: DeferredStep | None) -> bool:
+        """Whether this step is still to be made for it, though its average is here."""
+        return self._update is not None and self._update is update and self._part.has_arrived
+
+    def _put_average(self) -> torch.Tensor | None:
+        """Have it in ``p.grad`` for the optimizer; returns what is there otherwise."""
         parameter, part = self.parameter, self._part
         shown, seen = parameter.grad, self._seen.tensor()
         if seen is not None and part.gave:  # it is ``p.grad``, or somebody holds it
@@ -437,8 +455,12 @@ class AveragedParameter:
         else:  # it has been discarded since, or there never was one here
             parameter.grad = part.landing.as_autograd_would()
             part.scalings.apply_to(parameter.grad)
-        update.apply(parameter)
-        parameter.grad = shown
+        return shown
+
+    @property
+    def update(self) -> DeferredStep | None:
+        """The optimizer's step that is still to be made for it."""
+        return self._update
 
     def settle_whole(self) -> None:
         self.settle()

@@ -220,7 +220,20 @@ class Averaging:
                     continue
                 if parameter.parameter.grad is not None:
                     parameter.averaged()  # if the optimizer has come to have it
-                    step.apply(parameter.parameter)
+                    step.apply([parameter.parameter])
+
+    def arrived_after(self, first: AveragedParameter) -> list[AveragedParameter]:
+        """Those next to it, in the model's order, that wait for the same step with their averages.
+
+        One call of the optimizer makes the updates of all. Averages come about in that order, so
+        the first one that is not here ends the search.
+        """
+        found = []
+        for parameter in self.parameters[first.place + 1 :]:
+            if not parameter.waits_for(first.update):
+                break
+            found.append(parameter)
+        return found
 
     def settle(self) -> None:
         """Make the pending updates."""

@@ -9,7 +9,7 @@ Any other optimizer is called whole, when all gradients are here.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,13 +89,12 @@ class LocalStepper:
 
     def make(
         self,
-        parameter: torch.nn.Parameter,
-        group: Mapping[str, Any],
+        groups: list[dict[str, Any]],
         attributes: Mapping[str, Any],
     ) -> None:
         twin = self._twin
         twin.__dict__.update(attributes)
-        twin.param_groups = [{**group, "params": [parameter]}]
+        twin.param_groups = groups
         self._step(twin)
 
 
@@ -121,10 +120,14 @@ class DeferredStep:
     def __contains__(self, parameter: torch.nn.Parameter) -> bool:
         return id(parameter) in self._group_of
 
-    def apply(self, parameter: torch.nn.Parameter) -> None:
-        """Make the step for this parameter, whose ``grad`` is the averaged gradient."""
-        group = self._groups[self._group_of[id(parameter)]]
-        self._stepper.make(parameter, group, self._attributes)
+    def apply(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Make the step for these, whose ``grad`` is the averaged gradient."""
+        by_group: dict[int, list[torch.nn.Parameter]] = {}
+        for parameter in parameters:
+            by_group.setdefault(self._group_of[id(parameter)], []).append(parameter)
+        if by_group:
+            groups = [{**self._groups[n], "params": own} for n, own in sorted(by_group.items())]
+            self._stepper.make(groups, self._attributes)
 
 
 def _own(value: Any) -> Any:

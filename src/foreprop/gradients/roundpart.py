@@ -113,6 +113,11 @@ class RoundPart:
         flags |= self._rounds.flags | (Flag.MEASURE if self._together.measures else 0)
         return partial(self._engine.push, self._number, self._rounds.step, flags=flags)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether nothing has to be waited for."""
+        return self.under_way and self._engine.is_complete(self._number)
+
     def end(self) -> bool:
         """Wait for the average; whether one has landed that is still wanted."""
         if not self.under_way:

@@ -325,6 +325,7 @@ def _make_parameter(
 
         averaged = AveragedParameter(parameter, training, averaging)
     averaged.connect(index, name, wanted=wanted)
+    averaged.place = len(averaging.parameters)
     averaging.parameters.append(averaged)
     return averaged
 
