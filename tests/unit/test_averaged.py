@@ -33,7 +33,8 @@ class _Session:
 def test_answers_that_come_at_once_land_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     session: Any = _Session()
     parameter = nn.Parameter(torch.zeros(4))
-    averaged = AveragedParameter(0, "weight", parameter, session, session, wanted=True)
+    averaged = AveragedParameter(parameter, session, session)
+    averaged.connect(0, "weight", wanted=True)
     averaged._in_rounds = True  # a round has begun
     empty = torch.empty
 
@@ -55,17 +56,9 @@ def test_answers_that_come_at_once_land_in_one_place(monkeypatch: pytest.MonkeyP
     averaged.detach()
 
 
-def test_a_second_thread_gets_what_the_first_has_made() -> None:
+def test_a_second_thread_that_lands_values_for_a_device_gets_what_the_first_has_made() -> None:
     """Since Python 3.12 both may be in `functools.cached_property`'s function at once."""
-    session: Any = _Session()
-    parameter = nn.Parameter(torch.zeros(4))
-    averaged = AveragedParameter(0, "weight", parameter, session, session, wanted=True)
-    make: Any = AveragedParameter._part.func  # type: ignore[attr-defined]
-    assert make(averaged) is make(averaged) is averaged._part
-    averaged.detach()
 
-
-def test_so_does_a_second_thread_that_lands_values_for_a_device() -> None:
     class Device:
         def host_memory(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype)

@@ -93,10 +93,15 @@ class ServedBackend:
             add_members(self, setup.world)
         self._tells_pace = False
         self._pace = Later({Kind.PACE_REPORT}, self._make_pace)
-        together = setup.world.size > 1 and self.connections.workers_per_push == 1
-        apart = setup.config.counts_some or manifest.knobs.staleness
-        if together and not apart:
+        if self._are_in_step():
             self._tell_pace()
+
+    def _are_in_step(self) -> bool:
+        """Whether servers hear from every worker, and all are in the same step."""
+        config, together = self._setup.config, self.connections.workers_per_push == 1
+        return (
+            self._setup.world.size > 1 and together and not (config.counts_some or config.staleness)
+        )
 
     def _tell_pace(self) -> None:
         """All ranks of a step do."""

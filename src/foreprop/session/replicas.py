@@ -67,6 +67,7 @@ class ReplicaCheck:
         self._round = -1
         self._window = _Window(0, self._share(steps=1), len(self._names))
         self._last: _Window | None = None
+        self._said = _Sums(-1, None, [])
 
     def _share(self, steps: int) -> list[list[_Piece]]:
         """All bytes, in as many parts of about the same size, each from a multiple of eight on."""
@@ -99,9 +100,10 @@ class ReplicaCheck:
             for piece in window.shares[window.looks - 1]:
                 self._add(piece)
         if last is not None and window.looks == _PUBLISHED_AFTER:
-            self._board.publish(f"sums/{self._board.rank}", json.dumps(self._said(last)))
+            self._said = self._what_to_say(last)
+            self._board.publish(f"sums/{self._board.rank}", json.dumps(self._said))
         elif last is not None and window.looks == _COMPARED_AFTER:
-            self._compare(last)
+            self._compare(last, self._said)
         if window.looks == len(window.shares):
             window.sums.leave()
             shares = window.shares if last is not None else self._share(self._steps)
@@ -129,15 +131,14 @@ class ReplicaCheck:
             total += part[whole:].sum(dtype=torch.int64)
         self._window.sums.add(piece.number, total)
 
-    def _said(self, window: _Window) -> _Sums:
+    def _what_to_say(self, window: _Window) -> _Sums:
         averaging = self._training().averaging
         factor = None if averaging is None else averaging.unscaled_by
         scale = None if factor is None else 1 / float(factor)
         return _Sums(window.number, scale, window.sums.all())
 
-    def _compare(self, window: _Window) -> None:
+    def _compare(self, window: _Window, mine: _Sums) -> None:
         """With the lowest rank that is there."""
-        mine = self._said(window)
         for rank in range(self._board.rank):
             found = self._board.peek(f"sums/{rank}")
             if found is None:
