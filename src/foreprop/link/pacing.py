@@ -55,6 +55,7 @@ class PacedStream:
     """A `Stream` whose bytes pass the node's links; frames are sent in chunks."""
 
     def __init__(self, stream: Stream, *, egress: Link, ingress: Link) -> None:
+        self.checksum = stream.checksum
         self._stream = stream
         self._egress = egress
         self._ingress = ingress
