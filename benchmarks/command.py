@@ -38,8 +38,8 @@ def wire(
 
     The bare pair moves the same messages (header and payload, pushes one way and replies the other)
     with sendmsg and recv_into and does nothing else; steps of all alternate. foreprop is shown
-    without compute, and with the server applying SGD, whose memory traffic comes on top; that also
-    with encryption="tls".
+    without compute, also without the checksums of frames, and with the server applying SGD, whose
+    memory traffic comes on top; that also with encryption="tls".
 
     Examples:
       foreprop bench wire

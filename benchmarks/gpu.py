@@ -7,6 +7,9 @@ kernel's links. All train the same model of torchvision on the one GPU, which so
 slow one. Layers, autograd, copies and kernels are the real ones; only the network is emulated.
 Systems take turns, a block of steps each. A step goes from the end of a forward pass to the end of
 the next, by the device's events. ``alone`` exchanges nothing.
+
+Systems are ``alone``, ``ddp``, ``ddp-bf16``, presets and ``ring``. What follows a preset's name or
+``ring``: ``-bf16`` on the wire, ``+CODEC`` compresses (``p3+auto``), ``@ELEMS`` cuts slices.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpunode import DISCARDED_STEPS, Setting, serve
+from benchmarks.gpunode import DISCARDED_STEPS, PLAIN, Setting, config_of, serve
+from foreprop.errors import ConfigError
 from foreprop.lab.cluster import Cluster, busy_s
 from foreprop.workload.network import Network
 
-SYSTEMS = ("alone", "ddp", "ddp-bf16", "p3", "ring")
+SYSTEMS = ("alone", "ddp", "ddp-bf16", "p3", "p3-bf16", "p3+auto", "ring")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -98,22 +102,38 @@ def print_table(result: dict[str, Any]) -> None:
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+def systems(text: str) -> list[str]:
+    """Separated by commas; raises ArgumentTypeError for what is none."""
+    names = text.split(",")
+    for name in names:
+        if name not in PLAIN:
+            try:
+                config_of(name or "nothing")
+            except (ConfigError, ValueError) as error:
+                raise argparse.ArgumentTypeError(f"{name!r} is no system: {error}") from error
+    return names
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", default="resnet50", help="of torchvision; transformer; small")
-    parser.add_argument("--batch", type=int, default=64, help="samples of each node")
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=4e9, help="of each link, bit/s")
-    parser.add_argument("--half", action="store_true", help="layers compute in bfloat16")
-    parser.add_argument("--compiled", action="store_true", help="by torch.compile, whole")
-    parser.add_argument("--device", default="cuda:0", help="that all nodes share")
-    parser.add_argument("--steps", type=int, default=10, help="in a block")
-    parser.add_argument("--blocks", type=int, default=3, help="of each system")
-    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
-    parser.add_argument("--out", type=Path, help="for the results, as JSON")
-    options = parser.parse_args(arguments)
+    made.add_argument("--model", default="resnet50", help="of torchvision; transformer; small")
+    made.add_argument("--batch", type=int, default=64, help="samples of each node")
+    made.add_argument("--nodes", type=int, default=4)
+    made.add_argument("--rate", type=float, default=4e9, help="of each link, bit/s")
+    made.add_argument("--half", action="store_true", help="layers compute in bfloat16")
+    made.add_argument("--compiled", action="store_true", help="by torch.compile, whole")
+    made.add_argument("--device", default="cuda:0", help="that all nodes share")
+    made.add_argument("--steps", type=int, default=10, help="in a block")
+    made.add_argument("--blocks", type=int, default=3, help="of each system")
+    made.add_argument("--systems", type=systems, default=list(SYSTEMS))
+    made.add_argument("--out", type=Path, help="for the results, as JSON")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
     result = measure(options)
     print_table(result)
     if options.out:

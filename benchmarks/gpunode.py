@@ -21,6 +21,8 @@ from foreprop.lab.systems import join_process_group
 from foreprop.path.asyncdevice import TorchAccelerator
 from foreprop.session.session import Session, connect
 
+PLAIN = ("alone", "ddp", "ddp-bf16")
+"""Systems without foreprop."""
 DISCARDED_STEPS = 2
 """Of each block."""
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
@@ -105,7 +107,7 @@ class Training:
         if system.startswith("ddp"):
             self._forward = _wrapped(model, bf16=system == "ddp-bf16")
         elif system != "alone":
-            self._session = connect(model, self._optimizer, _config(system))
+            self._session = connect(model, self._optimizer, config_of(system))
         if setting.compiled:
             self._forward = torch.compile(self._forward)
         self._model = model
@@ -160,9 +162,19 @@ def _wrapped(model: nn.Module, *, bf16: bool) -> nn.Module:
     return wrapped
 
 
-def _config(system: str) -> Config:
-    base, _, codec = system.partition("+")
+def config_of(system: str) -> Config:
+    """Of one of foreprop's: ``p3``, ``p3-bf16``, ``p3+auto``, ``p3@100000``, ``ring+int8``.
+
+    Raises `ConfigError`, and ValueError for a slice's size that is no number.
+    """
+    name, _, elems = system.partition("@")
+    name, _, codec = name.partition("+")
+    base = name.removesuffix("-bf16")
     settings: dict[str, Any] = {"compression": codec} if codec else {}
+    if base != name:
+        settings["wire_dtype"] = "bfloat16"
+    if elems:
+        settings["slice_elems"] = int(elems)
     if base == "ring":
         return Config.resolve(architecture="ring", **settings)
     return Config.resolve(base, architecture="p2p", **settings)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from unittest import mock
 
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from foreprop.config import Config
 from foreprop.core.manifest import Hyperparameters
+from foreprop.link import stream
 from foreprop.link.stream import listen
 from foreprop.path.server import Server
 from foreprop.path.slicestore import SliceStore
@@ -38,10 +41,14 @@ class StillStore(SliceStore):
 
 
 class StillServer:
-    """Meets the first session that asks ``store`` for a dedicated server, in its own process."""
+    """Meets the first session that asks ``store`` for a dedicated server, in its own process.
 
-    def __init__(self, store: Store, config: Config) -> None:
+    ``checked``: see `unchecked`.
+    """
+
+    def __init__(self, store: Store, config: Config, *, checked: bool = True) -> None:
         self._store = store
+        self._checked = checked
         self._config = config
         self._process: multiprocessing.process.BaseProcess | None = None
         self._thread = threading.Thread(target=self._meet, name="still-server", daemon=True)
@@ -54,7 +61,8 @@ class StillServer:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(announcement["session_id"], self._config, theirs.send)
+            target=_serve,
+            args=(announcement["session_id"], self._config, theirs.send, self._checked),
         )
         self._process.start()
         theirs.close()
@@ -72,9 +80,17 @@ class StillServer:
             self._process.join(_JOIN_S)
 
 
-def _serve(session_id: str, config: Config, tell: object) -> None:
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Streams that are made in here carry frames without checksums: to measure what those cost."""
+    with mock.patch.object(stream, "load_checksum", return_value=None):
+        yield
+
+
+def _serve(session_id: str, config: Config, tell: object, checked: bool) -> None:
     listener: socket.socket = listen("127.0.0.1")
     tell(f"127.0.0.1 {listener.getsockname()[1]}")  # type: ignore[operator]
     gc.freeze()  # as a real server does
     composer = ServerComposer(StillStore)
-    Server(index=0, session_id=session_id, config=config, composer=composer).run(listener)
+    with contextlib.nullcontext() if checked else unchecked():
+        Server(index=0, session_id=session_id, config=config, composer=composer).run(listener)

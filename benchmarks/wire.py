@@ -15,7 +15,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from benchmarks.bare import BarePair, cpu_seconds
-from benchmarks.still import StillServer
+from benchmarks.still import StillServer, unchecked
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.servers.processes import ProcessServer
@@ -57,22 +57,29 @@ def lonely_world() -> World:
 class WirePair:
     """A real session of one worker and one server process, stepped without any model around.
 
-    ``still``: the server moves bytes only and does not apply its optimizer.
+    ``still``: the server moves bytes only and does not apply its optimizer. Only then may it be
+    not ``checked``: frames carry no checksums.
     """
 
-    def __init__(self, slices: int, config: Config, *, still: bool = False) -> None:
+    def __init__(
+        self, slices: int, config: Config, *, still: bool = False, checked: bool = True
+    ) -> None:
         torch.set_num_threads(1)
         self._model = _Vectors(slices, config.cut_elems(1))
         optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         world = lonely_world()
         self._still: StillServer | None = None
         if still:
-            self._still = StillServer(world.raw_store, config)
+            self._still = StillServer(world.raw_store, config, checked=checked)
             config = config.replace(dedicated_servers=1)
-        self.session = ConnectedSession(self._model, optimizer, world, config)
+        with contextlib.nullcontext() if checked else unchecked():
+            self.session = ConnectedSession(self._model, optimizer, world, config)
         self._optimizer = optimizer
-        for parameter in self._model.parameters():
-            parameter.grad = torch.ones_like(parameter)
+        self._parameters = list(self._model.parameters())
+        self._gradients = [torch.ones_like(parameter) for parameter in self._parameters]
+        self._workers_update = config.update == "workers"
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
 
     @property
     def server_pid(self) -> int:
@@ -83,6 +90,9 @@ class WirePair:
 
     def step(self) -> float:
         started = time.perf_counter()
+        if self._workers_update:  # a backward pass that computes nothing
+            self._optimizer.zero_grad()
+            torch.autograd.backward(self._parameters, self._gradients)
         self._optimizer.step()
         self.session.flush()
         return time.perf_counter() - started
@@ -95,11 +105,16 @@ class WirePair:
 
 BARE, STILL, UPDATING = "bare sockets", "foreprop, no compute", "foreprop, with SGD"
 ENCRYPTED = "foreprop, with SGD, encrypted"
+WORKERS = "foreprop, workers update"
+NO_CHECKSUMS = ", no checksums"
 
 
 def measure_wire(*, slice_elems: int, slices: int, steps: int) -> list[WireRow]:
-    """Interleaves steps of bare sockets and of foreprop without and with the optimizer, and TLS."""
-    config = Config.resolve("p3", slice_elems=slice_elems)
+    """Interleaves steps of bare sockets and of foreprop without and with the optimizer, and TLS.
+
+    What is also without checksums shows what those cost.
+    """
+    config = Config.resolve("p3", slice_elems=slice_elems, update="servers")
     message_bytes = slice_elems * 4
     runs: dict[str, tuple[Callable[[], float], int]] = {}
     seconds: dict[str, list[float]] = {}
@@ -112,8 +127,12 @@ def measure_wire(*, slice_elems: int, slices: int, steps: int) -> list[WireRow]:
         secret.write(secrets.token_bytes(32))
         secret.flush()
         tls = config.replace(encryption="tls", secret_file=secret.name)
-        for name, its in ((STILL, config), (UPDATING, config), (ENCRYPTED, tls)):
-            pair = WirePair(slices, its, still=name == STILL)
+        workers = config.replace(update="workers")
+        kinds = {STILL: config, STILL + NO_CHECKSUMS: config, UPDATING: config, ENCRYPTED: tls}
+        kinds |= {WORKERS: workers, WORKERS + NO_CHECKSUMS: workers}
+        for name, its in kinds.items():
+            still, checked = name.startswith((STILL, WORKERS)), not name.endswith(NO_CHECKSUMS)
+            pair = WirePair(slices, its, still=still, checked=checked)
             stack.callback(pair.close)
             runs[name] = (pair.step, pair.server_pid)
         for number in range(steps + _STEP_WARM_UP):

@@ -20,10 +20,10 @@ import foreprop
 from foreprop.cluster.world import World, current_world
 from foreprop.config import Config
 from foreprop.core.dealing import MemberChange
-from foreprop.core.wire import Kind, encode_header
+from foreprop.core.wire import Kind
 from foreprop.elastic.memberblobs import GivenBlobs
 from foreprop.errors import ConfigError, Failure, ForepropError, HandshakeError, TransportError
-from foreprop.link.connection import Connection, greeting
+from foreprop.link.connection import Connection, greeting, unencrypted
 from foreprop.servers.entering import ask
 from tests.cluster import run_cluster
 from tests.conformance.counting_runs import (
@@ -543,7 +543,7 @@ def test_one_that_fails_before_it_is_taken_in_harms_nobody(tmp_path: Path) -> No
     def again(rank: int) -> Any:
         host, _, port = joined.servers[0].partition(":")
         data = Failure(kind="ValueError", message="the data are odd").encode()
-        failed = encode_header(Kind.FAILURE, 0, rank, 0, 0, -1, len(data)) + data
+        failed = unencrypted(Kind.FAILURE, rank, data)
         for place in ask(host, int(port), rank, Config()).places:
             with socket.create_connection((place.host, place.port)) as sock:
                 sock.sendall(greeting(place.session, rank) + failed)
@@ -602,7 +602,7 @@ def test_a_newcomer_must_know_which_rank_it_is(monkeypatch: pytest.MonkeyPatch) 
 
 
 # Connections that say nothing.
-QUESTION = encode_header(Kind.SERVERS, 0, 1, 0, 0, -1, 0)
+QUESTION = unencrypted(Kind.SERVERS, 1)
 IDLE = {"nothing": b"", "half a question": QUESTION[:20], "a question": QUESTION}
 
 

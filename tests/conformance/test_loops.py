@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 import foreprop
 from foreprop.cluster.world import World
 from foreprop.config import Config
+from foreprop.core.wire import Kind, decode_header, sealed
 from foreprop.errors import TrainingLoopError
 from tests.cluster import run_cluster, worlds
 from tests.conformance.parity import (
@@ -27,6 +29,7 @@ from tests.conformance.parity import (
     check_world_of_one,
     check_world_of_two,
     make_batches,
+    run_foreprop,
     seeded,
     servers_only,
     small_model,
@@ -55,6 +58,38 @@ def _accumulate(passes: Sequence[int]) -> Any:
 @pytest.mark.parametrize("passes", [2, 3])
 def test_gradient_accumulation(passes: int) -> None:
     check_both(with_sgd(), _accumulate([passes] * 3), batches_of(2, count=9))
+
+
+def test_a_pass_adds_to_a_gradient_that_is_just_being_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its checksum has been made, and its bytes leave afterwards: what is sent is a copy."""
+    wanted = run_foreprop(with_sgd(), _accumulate([2, 2]), batches_of(2, count=4))
+    added, waited = threading.Barrier(2), []
+    open_gate = threading.Event()
+
+    def seal(header: bytes, payload: Any, checksum: Any) -> bytes:
+        done = sealed(header, payload, checksum)
+        if decode_header(done).kind == Kind.PUSH and not open_gate.is_set():
+            waited.append(open_gate.wait(60))
+        return done
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> None:
+        for number, (x, y) in enumerate(batches):
+            (F.cross_entropy(model(x), y) / 2).backward()
+            if number % 2:
+                if added.wait(60) == 0:
+                    open_gate.set()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    monkeypatch.setattr("foreprop.link.connection.sealed", seal)
+    for got, plain in zip(
+        run_foreprop(with_sgd(), loop, batches_of(2, count=4)), wanted, strict=True
+    ):
+        check_same_bits(got.model, plain.model)
+    assert waited
+    assert all(waited)
 
 
 def test_fewer_passes_are_flushed_at_step() -> None:

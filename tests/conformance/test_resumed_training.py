@@ -679,7 +679,7 @@ def test_what_another_program_wrote_is_named_on_all_ranks(stopped: Path, key: st
     sha256 = hashlib.sha256(shared.read_bytes()).hexdigest()
     sums["files"]["shared.pt"] = {"bytes": shared.stat().st_size, "sha256": sha256}
     index.write_text(json.dumps(sums))
-    with pytest.raises(ConfigError, match=rf"shared\.pt has no .*\['{key}'\]") as raised:
+    with pytest.raises(ConfigError, match=rf"shared\.pt is not as .* `{key}`") as raised:
         on_both(lambda world: begin(world, stopped))
     assert f"Remove the folder {newest}" in str(raised.value)
     shutil.rmtree(newest)

@@ -23,7 +23,7 @@ from foreprop.buddies.substitutes import Substitution
 from foreprop.core.codec import choices_of
 from foreprop.core.manifest import Aggregation, Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.rowinit import row_init_of
-from foreprop.core.wire import Flag, Kind, encode_header
+from foreprop.core.wire import Flag, Kind
 from foreprop.errors import Failure, ForepropError
 from foreprop.path.tensors import encode_state
 from foreprop.path.worker import WorkerEngine
@@ -41,6 +41,7 @@ from tests.faults.wire_peers import (
     resident_bytes,
     session,
 )
+from tests.faults.wire_peers import frame as frame_of
 from tests.secretfile import secret_file
 
 MOST_NEW_BYTES = 256 * 2**20
@@ -184,8 +185,8 @@ def say(client: Client, frames: Sequence[Said]) -> None:
     for each in frames:
         size = len(each.payload) + each.more_bytes
         rank = client.rank if each.rank is None else each.rank
-        head = encode_header(each.kind, each.flags, rank, each.step, each.slice_, 0, size)
-        client.raw(head + each.payload)
+        data = each.payload
+        client.raw(frame_of(each.kind, each.flags, rank, each.step, each.slice_, 0, data, size))
     with contextlib.suppress(OSError):  # it may have been closed already
         client.sock.shutdown(socket.SHUT_WR)
 

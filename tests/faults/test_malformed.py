@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.rowinit import row_init_of
-from foreprop.core.wire import HEADER_BYTES, MAX_CONTROL_BYTES, Flag, Kind, encode_header
+from foreprop.core.wire import HEADER_BYTES, MAX_CONTROL_BYTES, Flag, Kind, sealed
 from foreprop.errors import PeerLost, RemoteProtocolError
 from foreprop.link.connection import greeting
+from foreprop.link.stream import load_checksum
 from foreprop.path.entrance import MAX_GREETING_BYTES
 from foreprop.path.tensors import encode_state
 from foreprop.tables.parts import VALUES, KeptRows, encode_kept
@@ -32,6 +33,7 @@ from tests.faults.wire_peers import (
     Client,
     FakeServer,
     engine,
+    frame,
     gradient,
     manifest_of,
     resident_bytes,
@@ -43,9 +45,9 @@ HELLO = greeting(SESSION, 0)
 
 
 def header_with(**fields: int) -> bytes:
-    values = {"magic": 0xF0E9, "version": 2, "kind": 1, "payload": 0, **fields}
+    values = {"magic": 0xF0E9, "version": 3, "kind": 1, "payload": 0, **fields}
     fixed = (values["magic"], values["version"], values["kind"], 0, 0, 0, 0, 0, values["payload"])
-    return struct.pack("!HBBHHQIiI", *fixed)
+    return sealed(struct.pack("!HBBHHQIiI", *fixed), b"", load_checksum())
 
 
 STRANGERS: dict[str, tuple[Callable[[Client], None], str]] = {
@@ -144,7 +146,7 @@ def test_announced_bytes_take_no_memory_until_they_come() -> None:
 
 JSON_GROUPS = msgspec.json.encode((GROUP,))
 MEMBERS: dict[str, tuple[Callable[[Client], None], str]] = {
-    "garbage": (lambda c: c.raw(b"\x00" * HEADER_BYTES), "magic is 0x0000"),
+    "garbage": (lambda c: c.raw(b"\x00" * HEADER_BYTES), "a frame's header has come damaged"),
     "foreign slice": (
         lambda c: c.send(Kind.PUSH, gradient(1), step=2, slice_=9),
         "slice 9 does not belong",
@@ -390,7 +392,7 @@ def test_what_does_not_fit_a_remote_table(name: str) -> None:
 
 # The worker's side.
 SERVERS: dict[str, tuple[Callable[[FakeServer], None], str]] = {
-    "garbage": (lambda s: s.raw(b"\xaa" * HEADER_BYTES), "not a foreprop peer"),
+    "garbage": (lambda s: s.raw(b"\xaa" * HEADER_BYTES), "a frame's header has come damaged"),
     "nobody asked": (lambda s: s.send(Kind.REPLY, gradient(9), step=1, slice_=1), "not awaited"),
     "no such slice": (lambda s: s.send(Kind.REPLY, gradient(9), step=1, slice_=55), "not awaited"),
     "past step": (lambda s: s.send(Kind.REPLY, gradient(9), step=0, slice_=0), "not awaited"),
@@ -479,11 +481,8 @@ def test_a_reply_cut_in_two_is_a_peer_lost() -> None:
 
 # Anything at all.
 FRAMES = st.builds(
-    lambda kind, flags, rank, step, slice_, priority, payload, said: (
-        encode_header(
-            kind, flags, rank, step, slice_, priority, len(payload) if said is None else said
-        )
-        + payload
+    lambda kind, flags, rank, step, slice_, priority, payload, said: frame(
+        kind, flags, rank, step, slice_, priority, payload, said
     ),
     st.sampled_from(list(Kind)),
     st.integers(0, 7),
@@ -525,7 +524,7 @@ def test_any_stranger_leaves_the_session_alone(examples: int) -> None:
 @TIERS
 def test_whatever_a_member_says_the_server_ends_and_tells_why(examples: int) -> None:
     @given(speech=SPEECH)
-    @example(speech=[encode_header(Kind.BYE, 0, 1, 0, 0, 0, 0)])
+    @example(speech=[frame(Kind.BYE, 0, 1, 0, 0, 0)])
     @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
     def check(speech: list[bytes]) -> None:
         with session() as running:

@@ -17,12 +17,12 @@ import torch
 from foreprop.config import Config
 from foreprop.core.authentication import NONCE_BYTES, Channel, ConnectingSide, Subject
 from foreprop.core.manifest import Manifest, OptimizerInfo, ParameterInfo
-from foreprop.core.wire import HEADER_BYTES, Header, Kind, decode_header, encode_header
+from foreprop.core.wire import HEADER_BYTES, Header, Kind, decode_header, encode_header, sealed
 from foreprop.errors import Failure, decode_failure
 from foreprop.link.connection import greeting
 from foreprop.link.encrypted import EncryptedStream
 from foreprop.link.secret import load_key, prove
-from foreprop.link.stream import SocketStream, listen
+from foreprop.link.stream import SocketStream, listen, load_checksum
 from foreprop.path.server import Server
 from foreprop.path.worker import WorkerEngine
 from foreprop.servers.composed import ServerComposer
@@ -55,6 +55,22 @@ def manifest_of(world_size: int = 2, servers: int = 1, **changes: Any) -> Manife
     return msgspec.structs.replace(made, **changes)
 
 
+def frame(
+    kind: int,
+    flags: int,
+    rank: int,
+    step: int,
+    slice_: int,
+    priority: int,
+    payload: bytes = b"",
+    says_bytes: int | None = None,
+) -> bytes:
+    """As it is sent, its checks included; it may say that more or less follows."""
+    said = len(payload) if says_bytes is None else says_bytes
+    header = encode_header(kind, flags, rank, step, slice_, priority, said)
+    return sealed(header, payload, load_checksum()) + payload
+
+
 class Client:
     """A worker's side of one connection, or a stranger's."""
 
@@ -79,7 +95,7 @@ class Client:
     ) -> None:
         said = len(payload) if says_bytes is None else says_bytes
         sender = self.rank if rank is None else rank
-        self.raw(encode_header(kind, flags, sender, step, slice_, 0, said) + payload)
+        self.raw(frame(kind, flags, sender, step, slice_, 0, payload, said))
 
     def raw(self, data: bytes) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -98,6 +98,16 @@ def test_all_systems_train_alike(comparing: Compare, systems: tuple[str, ...]) -
 
 
 @pytest.mark.long
+def test_half_the_bytes_stand_beside_ddps_half(comparing: Compare) -> None:
+    systems = (DDP, DDP_BF16, "p3", "p3-bf16", "p3+auto")
+    rows = {row.system: row for row in comparing("20", systems=systems).rows}
+    assert {name: row.error for name, row in rows.items()} == dict.fromkeys(systems, "")
+    assert 0 < (rows["p3-bf16"].loss_difference or 0) < 0.1
+    sent = {name: rows[name].sent_bytes_per_step or 0 for name in systems}
+    assert sent["p3-bf16"] < sent["p3"]
+
+
+@pytest.mark.long
 def test_accumulation_is_close(comparing: Compare) -> None:
     """In its first step DDP reduces twice, before it knows: another order of the same sum."""
     found = comparing("30", "accumulate", systems=(DDP, "p3"))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from foreprop.core.wire import Header, Kind, decode_header, encode_header
+from foreprop.core.wire import HEADER_BYTES, Header, Kind, decode_header, encode_header, sealed
 from foreprop.errors import Failure, InternalError, RemoteProtocolError, TransportError
 from foreprop.link.connection import Connection, FailureReports, Later, bounded, owners_of
-from foreprop.link.stream import SocketStream
+from foreprop.link.stream import SocketStream, load_checksum
 from foreprop.servers.composed import ServerComposer
 from tests.faults.wire_peers import engine, manifest_of
 
@@ -77,7 +77,8 @@ def connection(sock: socket.socket, *services: Any, give_up_s: float = 5.0) -> C
 
 
 def frame(kind: Kind, data: bytes = b"", rank: int = 1) -> bytes:
-    return encode_header(kind, 0, rank, 2, 0, 0, len(data)) + data
+    header = encode_header(kind, 0, rank, 2, 0, 0, len(data))
+    return sealed(header, data, load_checksum()) + data
 
 
 def ends_after(sockets: tuple[socket.socket, socket.socket], data: bytes, *services: Any) -> Any:
@@ -136,10 +137,10 @@ def test_what_is_sent_is_counted_and_silence_is_kept(sockets: Any) -> None:
     made.silent = True
     made.send(Kind.PUSH, 0, 1, 0, 0, memoryview(b"5678"))
     made.send_past_queue(Kind.BYE)
-    first, last = far.recv(28 + 4), far.recv(28)
-    assert (decode_header(first[:28]).rank, first[28:]) == (3, b"1234")
+    first, last = far.recv(HEADER_BYTES + 4), far.recv(HEADER_BYTES)
+    assert (decode_header(first[:HEADER_BYTES]).rank, first[HEADER_BYTES:]) == (3, b"1234")
     assert decode_header(last).kind == Kind.BYE
-    assert made.sent_bytes == 32
+    assert made.sent_bytes == HEADER_BYTES + 4
 
 
 def test_who_is_stuck_in_the_middle_of_a_frame_is_given_up(sockets: Any) -> None:

@@ -13,6 +13,7 @@ class Recorded:
     """A stream that keeps what is sent, or is broken."""
 
     def __init__(self) -> None:
+        self.checksum = None
         self.sent: list[tuple[Header, bytes]] = []
         self.closed = self.broken = False
 

@@ -17,7 +17,6 @@ from broken_disk import Disk, PowerCut
 from foreprop.checkpoints import stored
 from foreprop.checkpoints.stored import (
     INDEX,
-    POSITION_KEYS,
     SHARED,
     Checkpoint,
     CheckpointFolder,
@@ -217,6 +216,12 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "a later format": ({"format": 2}, "says format 2 and step 100"),
     "something more": ({"more": 2}, "cannot be read"),
     "no number": ({"world_size": "two"}, "cannot be read"),
+    "no ranks": ({"world_size": 0}, "cannot be read .*world_size"),
+    "less than none": ({"world_size": -1}, "cannot be read .*world_size"),
+    "too many": ({"world_size": 10**18}, "cannot be read .*world_size"),
+    "a rank too many": ({"ranks": [0, 2]}, r"names ranks \[0, 2\], and world_size is 2"),
+    "a rank twice": ({"ranks": [1, 1]}, r"names ranks \[1, 1\]"),
+    "one that left too many": ({"left": [[7, 1]]}, r"names ranks \[7\]"),
 }
 
 
@@ -245,27 +250,58 @@ def test_only_data_is_read(tmp_path: Path) -> None:
 
 
 def model_in(found: Checkpoint) -> Any:
-    return found.session(SHARED, 0, "model")
+    return found.session(SHARED, 0)
 
 
 def own_in(found: Checkpoint) -> Any:
-    return found.rank_part(0), found.session(part_name(0), 0, "buffers")
+    return found.rank_part(0), found.session(part_name(0), 0)
 
 
-OWN = {"objects": {}, "position": dict.fromkeys(POSITION_KEYS, 0)}
+NOW = {"random": {}, "generators": [], "epoch": None}
+POSITION = {"epoch": 0, "batches": 0, "begun": False, "beginning": {}, "now": NOW, "loader": {}}
+OWN = {"objects": {}, "position": POSITION}
+OPTIMIZER = {"state": {}, "param_groups": []}
+WHOLE = {"step": 100, "sessions": [{"model": {}, "optimizer": OPTIMIZER}]}
+LACKS = "Object missing required field"
 FOREIGN: dict[str, tuple[Any, Callable[[Checkpoint], Any], str]] = {
-    "a list": ([], model_in, "has no ['sessions'],"),
-    "no buffers": ({**OWN, "sessions": [{}]}, own_in, "has no ['sessions'][0]['buffers'],"),
-    "no list": ({"sessions": {}}, model_in, "has no list of sessions,"),
-    "no model": ({"sessions": [{}]}, model_in, "has no ['sessions'][0]['model'],"),
-    "no epoch": ({"objects": {}, "position": {}}, own_in, "has no ['position']['epoch'],"),
-    "no position": ({"objects": {}}, own_in, "has no ['position'],"),
-    "no sessions": (OWN, own_in, "has no ['sessions'],"),
+    "a list": ([], model_in, "Expected `object`, got `array`"),
+    "no buffers": (
+        {**OWN, "sessions": [{"residuals": {}}]},
+        own_in,
+        f"{LACKS} `buffers` - at `$.sessions[0]`",
+    ),
+    "no list": ({"step": 100, "sessions": {}}, model_in, "Expected `array`, got `object` - at"),
+    "no model": (
+        {"step": 100, "sessions": [{"optimizer": OPTIMIZER}]},
+        model_in,
+        f"{LACKS} `model` - at `$.sessions[0]`",
+    ),
+    "no position": ({"objects": {}, "sessions": []}, own_in, f"{LACKS} `position`"),
+    "no sessions": (OWN, own_in, f"{LACKS} `sessions`"),
+    "an epoch before the first": (
+        {**OWN, "sessions": [], "position": {**POSITION, "epoch": -1}},
+        own_in,
+        "Expected `int` >= 0 - at `$.position.epoch`",
+    ),
+    "a pass that began nowhere": (
+        {**OWN, "sessions": [], "position": {**POSITION, "begun": True}},
+        own_in,
+        "a pass has begun, and nothing says how - at `$.position`",
+    ),
+    "no random numbers": (
+        {
+            **OWN,
+            "sessions": [],
+            "position": {**POSITION, "now": {**NOW, "random": {"python": [3, [1], None]}}},
+        },
+        own_in,
+        "no random numbers (ValueError('state vector is the wrong size')) - at `$.position.now`",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", sorted(FOREIGN))
-def test_what_is_missing_from_a_file_is_named(tmp_path: Path, name: str) -> None:
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, name: str) -> None:
     """Its sums are right, so that it is nothing that a disk has done."""
     content, read, says = FOREIGN[name]
     file = SHARED if read is model_in else part_name(0)
@@ -277,15 +313,17 @@ def test_what_is_missing_from_a_file_is_named(tmp_path: Path, name: str) -> None
     assert found is not None
     with pytest.raises(ConfigError) as raised:
         read(found)
-    assert str(raised.value).startswith(f"{found.path / file} {says} and its sums are right")
+    where = f"{found.path / file} is not as foreprop writes it ("
+    assert str(raised.value).startswith(f"{where}{says}")
+    assert "and its sums are right" in str(raised.value)
     assert f"Remove the folder {found.path}; then" in str(raised.value)
 
 
 def test_a_session_that_is_not_there(tmp_path: Path) -> None:
     files = CheckpointFolder(tmp_path)
     unfinished = files.begin(100, "0123abcd")
-    unfinished.write_part(0, {SHARED: {"sessions": [{"model": {}}]}})
+    unfinished.write_part(0, {SHARED: WHOLE})
     files.finish(unfinished, 1, keep=1)
-    assert files.open(100).session(SHARED, 0, "model") == {"model": {}}
+    assert files.open(100).session(SHARED, 0) == WHOLE["sessions"][0]  # type: ignore[index]
     with pytest.raises(ConfigError, match=r"shared\.pt is of 1 session\(s\), and .* number 2"):
-        files.open(100).session(SHARED, 1, "model")
+        files.open(100).session(SHARED, 1)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from traced_run import facts
 
 from foreprop.config import Config
 from foreprop.errors import ConfigError, StorageError
@@ -106,9 +107,9 @@ def test_what_was_recorded_is_kept_when_the_process_dies(tmp_path: Path) -> None
 
 def test_a_trace_says_what_is_run(tmp_path: Path) -> None:
     recorder = record(tmp_path / "worker-0.a.trace.json", "worker 0")
-    recorder.describe({"ranks": 2})
+    recorder.describe(facts(2, 1e9))
     recorder.write()
-    assert read_trace(recorder.path).about == {"ranks": 2}
+    assert read_trace(recorder.path).about == facts(2, 1e9)
 
 
 @pytest.mark.parametrize(("set_to", "nodes"), [(None, 3), (4, 2)])

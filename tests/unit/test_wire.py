@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -18,10 +21,13 @@ from foreprop.core.wire import (
     Kind,
     decode_header,
     encode_header,
+    sealed,
 )
-from foreprop.errors import LocalProtocolError, RemoteProtocolError
+from foreprop.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from foreprop.link.stream import load_checksum
 
 LIMIT_BYTES = 4096
+FIELD_BYTES = HEADER_BYTES - 8
 HEADERS = st.builds(
     Header,
     kind=st.sampled_from([int(kind) for kind in Kind]),
@@ -58,12 +64,12 @@ def read(reader: FrameReader, data: bytes) -> list[tuple[Header, bytes]]:
     return frames
 
 
-def test_the_header_has_28_bytes_in_network_order() -> None:
+def test_the_header_has_36_bytes_in_network_order() -> None:
     header = Header(Kind.PUSH, 2, 0x0102, 0x0A0B0C0D, 7, -1, 200_000)
-    fields = "f0e9 02 06 0002 0102 000000000a0b0c0d 00000007 ffffffff 00030d40"
+    fields = "f0e9 03 06 0002 0102 000000000a0b0c0d 00000007 ffffffff 00030d40 00000000 00000000"
     assert encode_header(*header) == bytes.fromhex(fields)
     assert decode_header(bytes.fromhex(fields)) == header
-    assert HEADER_BYTES == 28
+    assert HEADER_BYTES == 36
 
 
 @given(HEADERS, st.integers(0, 2**32 - 1))
@@ -98,7 +104,7 @@ def test_any_split_of_the_bytes_gives_the_same_frames(
 @given(
     st.one_of(st.binary(max_size=200), st.builds(lambda f, t: encode(f) + t, FRAMES, st.binary()))
 )
-@example(struct.pack("!HBBHHQIiI", MAGIC, PROTOCOL_VERSION, 6, 0, 0, 0, 0, 0, 2**32 - 1))
+@example(encode_header(6, 0, 0, 0, 0, 0, 2**32 - 1))
 @example(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
 @settings(max_examples=300, deadline=None)
 def test_any_bytes_parse_or_raise_remote_protocol_error(data: bytes) -> None:
@@ -115,7 +121,7 @@ def test_a_header_with_the_right_start_parses_or_raises(noise: bytes, data: st.D
     start = bytes([MAGIC >> 8, MAGIC & 255, PROTOCOL_VERSION, data.draw(st.integers(0, 30))])
     head = start + noise[4:]
     if start[3] in set(Kind):
-        assert encode_header(*decode_header(head)) == head
+        assert encode_header(*decode_header(head))[:FIELD_BYTES] == head[:FIELD_BYTES]
     else:
         with pytest.raises(RemoteProtocolError, match=f"^unknown frame kind {start[3]}$"):
             decode_header(head)
@@ -123,7 +129,7 @@ def test_a_header_with_the_right_start_parses_or_raises(noise: bytes, data: st.D
 
 @pytest.mark.parametrize("size", [0, 1, HEADER_BYTES - 1, HEADER_BYTES + 1])
 def test_a_header_of_another_size_is_refused(size: int) -> None:
-    with pytest.raises(RemoteProtocolError, match=f"a header has 28 bytes, got {size}"):
+    with pytest.raises(RemoteProtocolError, match=f"a header has 36 bytes, got {size}"):
         decode_header(bytes(size))
 
 
@@ -132,7 +138,7 @@ def test_a_stranger_and_another_version_are_told_apart() -> None:
     with pytest.raises(RemoteProtocolError, match="not a foreprop peer: magic is 0x4745, not 0xf0"):
         decode_header(b"GE" + good[2:])
     good[2] = PROTOCOL_VERSION + 1
-    message = "speaks protocol version 3, this process 2: install the same foreprop"
+    message = "speaks protocol version 4, this process 3: install the same foreprop"
     with pytest.raises(RemoteProtocolError, match=message):
         decode_header(good)
 
@@ -164,3 +170,67 @@ def test_what_a_header_cannot_hold_is_our_own_error(field: dict[str, int]) -> No
     header = Header(Kind.PUSH, 0, 0, 1, 0, 0, 0)._replace(**field)
     with pytest.raises(LocalProtocolError, match="no header can hold"):
         encode_header(*header)
+
+
+# Checks.
+CRC32C = load_checksum()
+
+
+def seal(header: Header, payload: bytes) -> bytes:
+    return sealed(encode_header(*header[:6], len(payload)), payload, CRC32C) + payload
+
+
+def test_the_checks_are_crc32c() -> None:
+    """Of the payload, by the check value of RFC 3720; then of all before it."""
+    frame = seal(Header(Kind.BLOB, 0, 0, 0, 0, 0, 0), b"123456789")
+    assert frame[28:32].hex() == "e3069283"
+    assert int.from_bytes(frame[32:36], "big") == CRC32C(frame[:32], 0)
+    empty = seal(Header(Kind.BYE, 0, 0, 0, 0, 0, 0), b"")
+    assert empty[28:32] == bytes(4)
+
+
+@pytest.mark.parametrize("make", [bytes, bytearray, lambda size: np.zeros(size, np.uint8).data])
+def test_a_checksum_takes_memory_as_it_lies(make: Callable[[int], Any]) -> None:
+    memory = memoryview(make(8_000_000))[3:]
+    tracemalloc.start()
+    assert CRC32C(memory, 0) == CRC32C(memory[1_000:], CRC32C(memory[:1_000], 0))
+    assert tracemalloc.get_traced_memory()[1] < 100_000
+    tracemalloc.stop()
+
+
+@given(HEADERS, st.binary(max_size=70), st.data())
+@settings(max_examples=200, deadline=None)
+def test_any_bit_that_is_flipped_is_noticed(
+    header: Header, payload: bytes, data: st.DataObject
+) -> None:
+    """In a header before anything is made of what it says."""
+    first, frame = seal(header, payload), bytearray(seal(header, payload))
+    place = data.draw(st.integers(0, len(frame) - 1))
+    frame[place] ^= 1 << data.draw(st.integers(0, 7))
+    asked: list[Header] = []
+
+    def destination(told: Header) -> memoryview:
+        asked.append(told)
+        return allocate(told)
+
+    reader = FrameReader(destination, CRC32C)
+    told = header._replace(payload_bytes=len(payload))
+    assert read(reader, first) == [(told, payload)]
+    with pytest.raises(RemoteProtocolError, match=r"has come damaged: its CRC32C is 0x[0-9a-f]{8}"):
+        read(reader, bytes(frame))
+    assert len(asked) == (1 if place < HEADER_BYTES else 2)
+
+
+def test_a_first_header_of_another_program_is_no_damage() -> None:
+    with pytest.raises(RemoteProtocolError, match="not a foreprop peer"):
+        read(FrameReader(allocate, CRC32C), b"GET / HTTP/1.1\r\n" * 3)
+    old = bytearray(seal(Header(Kind.HELLO, 0, 0, 0, 0, 0, 0), b""))
+    old[2] = 2
+    with pytest.raises(RemoteProtocolError, match="speaks protocol version 2, this process 3"):
+        read(FrameReader(allocate, CRC32C), bytes(old))
+
+
+def test_without_its_package_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "awscrt.checksums", None)
+    with pytest.raises(ConfigError, match=r"awscrt cannot be imported .* pip install awscrt on"):
+        load_checksum.__wrapped__()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from foreprop.core.takeover import pushed_again
-from foreprop.core.wire import HEADER_BYTES, Header, Kind, decode_header
+from foreprop.core.wire import Header, Kind, decode_header
 from foreprop.errors import TransportError
 from foreprop.link.stream import Stream
 
@@ -37,6 +37,7 @@ class ReplaceableStream:
     """A `Stream` to one server after another. One thread receives; any thread sends."""
 
     def __init__(self, stream: Stream) -> None:
+        self.checksum = stream.checksum  # a substitute's connection has the same
         self._stream = stream
         self._lock = threading.RLock()
         self._lost = False
@@ -52,7 +53,7 @@ class ReplaceableStream:
     def send(self, header: bytes, payload: memoryview) -> None:
         """After a loss nothing is sent, and that is no error: `resume` does."""
         with self._lock:
-            self._keep(decode_header(header[:HEADER_BYTES]), SentFrame(header, payload))
+            self._keep(decode_header(header), SentFrame(header, payload))
             if self._lost:
                 return
             try:

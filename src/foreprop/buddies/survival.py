@@ -32,7 +32,7 @@ from foreprop.config import LOGGER
 from foreprop.core.buddy import NOBODY, buddy_of
 from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.takeover import RESTS, Settled
-from foreprop.core.wire import Header, Kind, encode_header
+from foreprop.core.wire import Header, Kind, encode_header, sealed
 from foreprop.errors import (
     ForepropError,
     PeerLost,
@@ -310,7 +310,8 @@ class Survival:
         self, kind: Kind, step: int, slice_: int, priority: int, payload: memoryview
     ) -> SentFrame:
         place = (kind, 0, self._engine.rank, step, slice_, priority, len(payload))
-        return SentFrame(encode_header(*place), payload)
+        checksum = self._streams[0].checksum  # all connections have the same
+        return SentFrame(sealed(encode_header(*place), payload, checksum), payload)
 
     def _await(self, event: threading.Event, loss: Loss, what: str) -> None:
         deadline = time.monotonic() + self._timeout_s

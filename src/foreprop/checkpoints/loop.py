@@ -224,20 +224,22 @@ class CheckpointedLoop:
             return
         first = self._sessions[0]
         number, lowest = found.whose(first.rank, first.world_size), found.ranks[0]
-        own = found.rank_part(lowest if number is None else number)
+        whose = lowest if number is None else number
+        own = found.rank_part(whose)
         self._restore_objects(f"the checkpoint {found.path}", own["objects"])
         position = own["position"]
         if number is None:  # it draws its own numbers, as it has been seeded
             for states in filter(None, (position["now"], position["beginning"])):
                 states["random"] = {}
-        notice = self._position.restore(
-            position,
-            saved_by=found.world_size,
-            world_size=first.world_size,
-            dealt_by=lambda: found.rank_part(lowest)["position"],
-            is_whole=found.is_whole,
-            left=found.left,
-        )
+        with found.used(part_name(whose)):
+            notice = self._position.restore(
+                position,
+                saved_by=found.world_size,
+                world_size=first.world_size,
+                dealt_by=lambda: found.rank_part(lowest)["position"],
+                is_whole=found.is_whole,
+                left=found.left,
+            )
         if first.rank == 0 and notice is not None:
             LOGGER.info("%s", notice)
 

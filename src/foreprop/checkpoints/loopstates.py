@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from foreprop.checkpoints.contents import LeftState, check_form
 from foreprop.checkpoints.stored import CheckpointFolder, part_name
 from foreprop.config import LOGGER
 from foreprop.errors import ConfigError
@@ -90,6 +91,7 @@ class LoopStates:
             time.sleep(_POLL_S)
         try:
             state: dict[str, Any] = torch.load(found[0], map_location="cpu", weights_only=True)
+            check_form(state, LeftState)
         except Exception as error:  # whatever torch makes of a file that is not its own
             raise ConfigError(f"{found[0]} cannot be read: {error}") from error
         return state

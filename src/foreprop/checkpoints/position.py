@@ -169,7 +169,10 @@ class LoaderPosition:
             return self._first_batch_on()
         self._beginning = saved["beginning"]
         if saved["loader"]:
-            self.loader.load_state_dict(saved["loader"])
+            try:
+                self.loader.load_state_dict(saved["loader"])
+            except Exception as error:  # whatever the user's loader makes of it
+                raise ConfigError(f"loader cannot go on from the checkpoint: {error!r}") from error
             _set_epoch(self.loader, saved["now"]["epoch"])
             batches = self._first_batch_on()
         else:
@@ -190,12 +193,15 @@ class LoaderPosition:
         restore_random_states(beginning["random"])
         batches = self._first_batch_on()
         for number in range(saved["batches"] - self._before):
-            if next(batches, self) is self and exact:
+            if next(batches, self) is not self:
+                continue
+            if exact:
                 raise ConfigError(
                     f"the checkpoint is after {saved['batches']} batches of epoch {self.epoch}, and"
                     f" the loader has only {number} now: give it the data and the batch size that"
                     " it had"
                 )
+            break
         return batches
 
     def end(self) -> None:

@@ -44,6 +44,27 @@ def restore_random_states(states: States) -> None:
         device.set_rng_state(states["device"])
 
 
+def check_random_states(states: States) -> None:
+    """Raise whatever it is that `restore_random_states` would, and change nothing."""
+    if not states:
+        return
+    version, numbers, gauss = states["python"]
+    random.Random().setstate((version, tuple(numbers), gauss))
+    check_generators([states["torch"]])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        name, keys, *rest = states["numpy"]
+        tried = (name, numpy.array(keys, dtype=numpy.uint32), *rest)
+        numpy.random.RandomState().set_state(tried)
+    if not isinstance(states.get("device", states["torch"]), torch.Tensor):
+        raise TypeError("the device's are no tensor")
+
+
+def check_generators(states: Sequence[Any]) -> None:
+    for state in states:
+        torch.Generator().set_state(state)
+
+
 def _device_module() -> Any:
     """Of this process's accelerator: the current device's random numbers; None if there is none."""
     if not torch.accelerator.is_available():

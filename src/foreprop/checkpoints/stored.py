@@ -17,21 +17,21 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Annotated, Any, BinaryIO, cast
 
 import msgspec
 import torch
 
+from foreprop.checkpoints.contents import OwnPart, SharedPart, check_form
+from foreprop.core.manifest import MOST_PROCESSES
 from foreprop.durable import sync_folder, write_file
-from foreprop.errors import ConfigError
+from foreprop.errors import ConfigError, ForepropError
 
 INDEX = "index.json"
 SHARED = "shared.pt"
 """What is alike on all ranks, written by the lowest one."""
-POSITION_KEYS = ("epoch", "batches", "begun", "beginning", "now", "loader")
-"""Of where a rank's loop is (`checkpoints.position`)."""
 _COMPLETE = re.compile(r"step-(\d{9,15})")
 _UNFINISHED = "unfinished-"
 _FILE = re.compile(r"(tables-\d+/)?[a-z]+(-\d+)*(-[0-9a-f]{8})?\.(pt|json)")
@@ -40,8 +40,11 @@ _FILE = re.compile(r"(tables-\d+/)?[a-z]+(-\d+)*(-[0-9a-f]{8})?\.(pt|json)")
 class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a file of a checkpoint must be."""
 
-    bytes: int
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
     sha256: str
+
+
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_PROCESSES)]
 
 
 class Index(
@@ -51,11 +54,11 @@ class Index(
 
     format: int
     step: int
-    world_size: int
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_PROCESSES)]
     files: dict[str, StoredFile]
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[Rank, ...] = ()
     """Whose parts it has, if not all ranks'."""
-    left: tuple[tuple[int, int], ...] = ()
+    left: tuple[tuple[Rank, Annotated[int, msgspec.Meta(ge=0)]], ...] = ()
     """Ranks that had left, each with the step of its session that it left within."""
 
 
@@ -80,8 +83,8 @@ class Checkpoint:
         for name, wanted in self._index.files.items():
             _check_file(self.path / name, wanted)
 
-    def read(self, name: str, *keys: str) -> dict[str, Any]:
-        """A file's contents, on the CPU, and nothing but data, which have at least these ``keys``.
+    def read(self, name: str, form: Any = dict[str, Any]) -> dict[str, Any]:
+        """A file's contents, on the CPU, and nothing but data, of this form (`contents`).
 
         Raises `ConfigError`.
         """
@@ -97,28 +100,44 @@ class Checkpoint:
             ) from None
         except Exception as error:  # whatever torch makes of a file that is not its own
             raise ConfigError(f"{path} cannot be read: {error}") from error
-        _check_keys(path, "", found, keys)
+        try:
+            check_form(found, form)
+        except ValueError as error:
+            raise ConfigError(
+                f"{path} is not as foreprop writes it ({error}), and its sums are right, so another"
+                f" program wrote it. Remove the folder {path.parent}; then the checkpoint before it"
+                " is taken"
+            ) from error
         return found
+
+    @contextlib.contextmanager
+    def used(self, name: str) -> Iterator[None]:
+        """While what this file has is loaded: what others make of it is a `ConfigError`, too."""
+        try:
+            yield
+        except ForepropError:
+            raise
+        except Exception as error:  # of torch, of loaders and codecs, of users' own classes
+            raise ConfigError(
+                f"{self.path / name} cannot be gone on from ({error!r}): it is of another program,"
+                f" or of other settings. Remove the folder {self.path}, or give what it was made"
+                " with"
+            ) from error
 
     def rank_part(self, rank: int) -> dict[str, Any]:
         """What a rank's loop goes on from; raises `ConfigError`."""
-        found = self.read(part_name(rank), "objects", "position")
-        _check_keys(self.path / part_name(rank), "['position']", found["position"], POSITION_KEYS)
-        return found
+        return self.read(part_name(rank), OwnPart)
 
-    def session(self, name: str, number: int, *keys: str) -> dict[str, Any]:
+    def session(self, name: str, number: int) -> dict[str, Any]:
         """What a file has of the session of this number; raises `ConfigError`."""
         path = self.path / name
-        saved = self.read(name, "sessions")["sessions"]
-        if not isinstance(saved, list):
-            raise _foreign(path, "list of sessions")
+        saved = self.read(name, SharedPart if name == SHARED else OwnPart)["sessions"]
         if number >= len(saved):
             raise ConfigError(
                 f"{path} is of {len(saved)} session(s), and this is number {number + 1} that goes"
                 " on from it"
             )
         found: dict[str, Any] = saved[number]
-        _check_keys(path, f"['sessions'][{number}]", found, keys)
         return found
 
     @property
@@ -148,19 +167,6 @@ def part_name(rank: int) -> str:
 
 def tables_name(session: int) -> str:
     return f"tables-{session}"
-
-
-def _check_keys(path: Path, where: str, found: Any, keys: Iterable[str]) -> None:
-    for key in keys:
-        if not isinstance(found, Mapping) or key not in found:
-            raise _foreign(path, f"{where}[{key!r}]")
-
-
-def _foreign(path: Path, lacks: str) -> ConfigError:
-    return ConfigError(
-        f"{path} has no {lacks}, and its sums are right, so another program wrote it. Remove the"
-        f" folder {path.parent}; then the checkpoint before it is taken"
-    )
 
 
 def _check_file(path: Path, wanted: StoredFile) -> None:
@@ -201,6 +207,12 @@ class CheckpointFolder:
             raise ConfigError(
                 f"{path / INDEX} says format {index.format} and step {index.step}; this version of"
                 f" foreprop reads format {FORMAT}, and the folder's name says step {step}"
+            )
+        odd = [rank for rank in (*index.ranks, *dict(index.left)) if rank >= index.world_size]
+        if odd or list(index.ranks) != sorted(set(index.ranks)):
+            raise ConfigError(
+                f"{path / INDEX} names ranks {[*index.ranks, *dict(index.left)]}, and world_size is"
+                f" {index.world_size}: each once, in order, below that"
             )
         for name in index.files:  # only files of this folder: an index may come from anywhere
             if not _FILE.fullmatch(name):

@@ -35,6 +35,11 @@ def _ours(title: str, architecture: str) -> Contender:
     return Contender(title=title, settings={"architecture": architecture})
 
 
+def _p3(what: str, **settings: Any) -> Contender:
+    about = {"architecture": "p2p", **settings}
+    return Contender(title=f"foreprop, preset p3, {what}", preset="p3", settings=about)
+
+
 CONTENDERS: Mapping[str, Contender] = {
     ALONE: Contender(title="every rank by itself, no network", is_ours=False, settings={}),
     DDP: Contender(title="DistributedDataParallel", is_ours=False, settings={}),
@@ -45,6 +50,8 @@ CONTENDERS: Mapping[str, Contender] = {
         )
         for name in PRESETS
     },
+    "p3-bf16": _p3("bfloat16 on the wire", wire_dtype="bfloat16"),
+    "p3+auto": _p3("codecs where they pay", compression="auto"),
     "ring": _ours("foreprop, architecture ring", "ring"),
     "hybrid": _ours("foreprop, architecture hybrid", "hybrid"),
     "auto": _ours("foreprop, architecture auto", "auto"),

@@ -125,6 +125,12 @@ class Members:
 HEAD = "foreprop counted sets 1"
 _HEAD = re.compile(HEAD + r": (?:(\d{1,9}) to )?(\d{1,9}) workers, (\d{1,9}) slices", re.ASCII)
 _LEFT = "left"
+_NUMBERS = r"\d{1,9}(?:,\d{1,9})*"
+_LINE = re.compile(
+    rf"(?P<step>\d{{1,18}}) (?:{_LEFT} (?P<left>{_NUMBERS})"
+    rf"|(?P<first>\d{{1,9}}) (?P<last>\d{{1,9}}) (?P<ranks>{_NUMBERS}|-))",
+    re.ASCII,
+)
 
 
 class CountedLog:
@@ -201,20 +207,19 @@ class CountedReplay:
             self._read(line, sorted(slices))
 
     def _read(self, line: str, slices: Sequence[int]) -> None:
-        try:
-            at, first, *rest = line.split()
-            step = int(at)
-            begin, end = (0, -1) if first == _LEFT else (int(first), int(rest[0]))
-            (named,) = rest if first == _LEFT else rest[1:]
-            counted = () if named == "-" else tuple(map(int, named.split(",")))
-        except (ValueError, IndexError) as error:
-            raise ConfigError(f"counted_replay: {line[:80]!r} is no line of a log") from error
+        if not (found := _LINE.fullmatch(line)):
+            raise ConfigError(f"counted_replay: {line[:80]!r} is no line of a log")
+        step, named = int(found["step"]), found["left"] or found["ranks"]
+        begin, end = int(found["first"] or 0), int(found["last"] or -1)
+        counted = () if named == "-" else tuple(map(int, named.split(",")))
         if not set(counted) <= set(self._workers) or list(counted) != sorted(set(counted)):
             raise ConfigError(f"counted_replay: {line[:80]!r} counts ranks that there are not")
-        if first == _LEFT:
+        if found["left"]:
             self.left |= dict.fromkeys(counted, step)
         for slice_ in slices:
             if begin <= slice_ <= end:
+                if step < (self._steps.get(slice_) or [0])[-1]:
+                    raise ConfigError(f"counted_replay: {line[:80]!r} is of an earlier step")
                 self._steps.setdefault(slice_, []).append(step)
                 self._sets.setdefault(slice_, []).append(counted)
 

@@ -1,9 +1,14 @@
 """The wire format: a fixed header, then the payload's raw bytes. No socket is known here.
 
 A frame is ``magic, version, kind, flags, rank, step, slice, priority, payload_bytes`` in network
-byte order (28 bytes) and ``payload_bytes`` bytes. The invariant: any sequence of bytes either
-decodes or raises `RemoteProtocolError`, never anything else, and no length that came from a peer
-is used before somebody who knows the right length has agreed to it (``destination``).
+byte order, two checks (36 bytes in all), and ``payload_bytes`` bytes. The invariant: any sequence
+of bytes either decodes or raises `RemoteProtocolError`, never anything else, and no length that
+came from a peer is used before somebody who knows the right length has agreed to it
+(``destination``).
+
+The checks are the CRC32C (RFC 3385) of the payload, and that of the header before it: a frame that
+was changed on the way is refused, its header before it is believed. On an encrypted connection
+nothing can be changed unseen, so both are 0 there and are not looked at.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from typing import NamedTuple
 from foreprop.errors import LocalProtocolError, RemoteProtocolError
 
 MAGIC = 0xF0E9
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_PAYLOAD_BYTES = 2**32 - 1
 MAX_CONTROL_BYTES = 64 * 1024 * 1024
 """Bound for payloads whose size the receiver cannot know beforehand (manifest, failure)."""
@@ -25,7 +30,14 @@ SIGNED = b"foreprop-signed1"
 """How an entry of the store begins that is signed: see `core.authentication`."""
 
 _LAYOUT = struct.Struct("!HBBHHQIiI")
-HEADER_BYTES = _LAYOUT.size
+_CHECK = struct.Struct("!I")
+_CHECKED_BYTES = _LAYOUT.size + _CHECK.size
+"""What the header's own check covers: its fields and the payload's check."""
+HEADER_BYTES = _CHECKED_BYTES + _CHECK.size
+_UNSEALED = bytes(2 * _CHECK.size)
+
+Checksum = Callable[[bytes | bytearray | memoryview, int], int]
+"""CRC32C of bytes, where that of the bytes before them is the second argument, 0 at first."""
 
 
 class Kind(IntEnum):
@@ -117,10 +129,13 @@ _KINDS = frozenset(int(kind) for kind in Kind)
 def encode_header(
     kind: int, flags: int, rank: int, step: int, slice_: int, priority: int, payload_bytes: int
 ) -> bytes:
-    """Raises `LocalProtocolError` for what the header cannot hold (a payload of 4 GiB, say)."""
+    """Without its checks, which `sealed` fills in.
+
+    Raises `LocalProtocolError` for what the header cannot hold (a payload of 4 GiB, say).
+    """
     fields = (kind, flags, rank, step, slice_, priority, payload_bytes)
     try:
-        return _LAYOUT.pack(MAGIC, PROTOCOL_VERSION, *fields)
+        return _LAYOUT.pack(MAGIC, PROTOCOL_VERSION, *fields) + _UNSEALED
     except struct.error as error:
         raise LocalProtocolError(
             f"no header can hold {Header(*fields)}: {error}; larger pieces than 4 GiB need"
@@ -128,11 +143,47 @@ def encode_header(
         ) from error
 
 
+def sealed(header: bytes, payload: bytes | memoryview, checksum: Checksum | None) -> bytes:
+    """The header with its checks; as it is without a ``checksum``, on an encrypted connection.
+
+    The payload must stay as it is until it is sent.
+    """
+    if checksum is None:
+        return header
+    of_payload = _CHECK.pack(checksum(payload, 0) if payload else 0)
+    checked = header[: _LAYOUT.size] + of_payload
+    return checked + _CHECK.pack(checksum(checked, 0))
+
+
+def check_header(data: bytes | memoryview, checksum: Checksum) -> None:
+    """Raise `RemoteProtocolError` if a whole header is not as it was sent."""
+    (told,) = _CHECK.unpack_from(data, _CHECKED_BYTES)
+    if (found := checksum(data[:_CHECKED_BYTES], 0)) != told:
+        raise _damaged("a frame's header", told, found)
+
+
+def check_payload(
+    data: bytes | memoryview, header: Header, payload: bytes | memoryview, checksum: Checksum
+) -> None:
+    """The same for the payload; ``data``: its header, as it came."""
+    (told,) = _CHECK.unpack_from(data, _LAYOUT.size)
+    if payload and (found := checksum(payload, 0)) != told:
+        what = f"{Kind(header.kind).name} of slice {header.slice}, step {header.step}"
+        raise _damaged(f"{what} ({len(payload)} bytes)", told, found)
+
+
+def _damaged(what: str, told: int, found: int) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"{what} has come damaged: its CRC32C is {found:#010x}, and was {told:#010x} when it was"
+        " sent. Look at memory, network cards and cables of both hosts"
+    )
+
+
 def decode_header(data: bytes | bytearray | memoryview) -> Header:
     """Decode exactly `HEADER_BYTES` bytes; raises `RemoteProtocolError` for anything else."""
     if len(data) != HEADER_BYTES:
         raise RemoteProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
-    magic, version, kind, flags, rank, step, slice_, priority, payload = _LAYOUT.unpack(data)
+    magic, version, kind, flags, rank, step, slice_, priority, payload = _LAYOUT.unpack_from(data)
     if magic != MAGIC:
         raise RemoteProtocolError(f"not a foreprop peer: magic is {magic:#06x}, not {MAGIC:#06x}")
     if version != PROTOCOL_VERSION:
@@ -163,13 +214,24 @@ _EMPTY = memoryview(b"")
 class FrameReader:
     """Assembles frames without copying payloads: fill `buffer`, then say how much with `advance`.
 
-    Any split of the incoming bytes gives the same frames.
+    Any split of the incoming bytes gives the same frames. ``checksum``: what they were `sealed`
+    with, and are checked by.
     """
 
-    __slots__ = ("_destination", "_header", "_header_view", "_whole", "buffer")
+    __slots__ = (
+        "_begun",
+        "_checksum",
+        "_destination",
+        "_header",
+        "_header_view",
+        "_whole",
+        "buffer",
+    )
 
-    def __init__(self, destination: Destination) -> None:
+    def __init__(self, destination: Destination, checksum: Checksum | None = None) -> None:
         self._destination = destination
+        self._checksum = checksum
+        self._begun = False
         self._header_view = memoryview(bytearray(HEADER_BYTES))
         self._whole = self._header_view
         self.buffer = self._whole
@@ -188,7 +250,7 @@ class FrameReader:
             return None
         header = self._header
         if header is None:
-            header = decode_header(self._header_view)
+            header = self._decode()
             view = self._destination(header)
             if len(view) != header.payload_bytes:
                 raise RemoteProtocolError(
@@ -202,6 +264,17 @@ class FrameReader:
             self.buffer = self._header_view
             return Frame(header, _EMPTY)
         payload = self._whole
+        if self._checksum is not None:
+            check_payload(self._header_view, header, payload, self._checksum)
         self._header, self._whole = None, self._header_view
         self.buffer = self._header_view
         return Frame(header, payload)
+
+    def _decode(self) -> Header:
+        """The first header may be of another program or version: that is said, not the check."""
+        if not self._begun:
+            decode_header(self._header_view)
+        self._begun = True
+        if self._checksum is not None:
+            check_header(self._header_view, self._checksum)
+        return decode_header(self._header_view)

@@ -9,9 +9,11 @@ from typing import TextIO
 from foreprop.core.dealing import MemberChange
 from foreprop.core.membership import CountedLog, CountedReplay
 from foreprop.core.slicing import Slice
+from foreprop.durable import read_regular
 from foreprop.errors import ConfigError, StorageError
 
 _ENDING = ".counted"
+_MOST_BYTES = 1 << 30
 
 
 class CountedFile:
@@ -57,10 +59,13 @@ def read_replay(folder: str, index: int, workers: int, slices: Sequence[int]) ->
             " there must be one: give the folder that one session had as counted_log"
         )
     try:
-        lines = found[0].read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_regular(found[0], _MOST_BYTES).decode().splitlines()
+    except (OSError, ValueError) as error:  # of what is no text, or too much of it
         raise ConfigError(f"counted_replay: {found[0]} cannot be read: {error}") from error
-    return CountedReplay(lines, workers, slices)
+    try:
+        return CountedReplay(lines, workers, slices)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; the log is {found[0]}") from error
 
 
 def read_left(folder: str, workers: int, slices: Sequence[Slice]) -> list[MemberChange]:

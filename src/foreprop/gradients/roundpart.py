@@ -52,7 +52,9 @@ class RoundPart:
         self._engine, self._number = session.engine_of(owner.index)
         self._together = together
         self._rounds = together.rounds
-        self._held = HeldGradient(owner.name)
+        # another pass may add to a gradient that has left; then it is averaged again
+        changes = self._engine.checks_gradients and not owner.memory.is_staged
+        self._held = HeldGradient(owner.name, copies=changes)
 
     # What the engine reads and writes. Any thread.
     @property

@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from foreprop.core.frames import CONTROL_PRIORITY
-from foreprop.core.wire import MAX_CONTROL_BYTES, FrameReader, Header, Kind, encode_header
+from foreprop.core.wire import MAX_CONTROL_BYTES, FrameReader, Header, Kind, encode_header, sealed
 from foreprop.errors import (
     Failure,
     InternalError,
@@ -23,7 +23,7 @@ from foreprop.errors import (
     TransportError,
     decode_failure,
 )
-from foreprop.link.stream import Stream
+from foreprop.link.stream import Stream, load_checksum
 
 
 class FrameOwner(Protocol):
@@ -119,7 +119,7 @@ class Connection:
                 raise listener.refusal(self, header)
             return owner.room(self, header)
 
-        reader = FrameReader(room)
+        reader = FrameReader(room, self.stream.checksum)
         try:
             while received := self.stream.receive_into(reader.buffer):
                 self.received_bytes += received
@@ -142,6 +142,7 @@ class Connection:
     ) -> None:
         """Block until the frame is with the kernel; raises `TransportError`."""
         header = encode_header(kind, flags, self._sender, step, slice_, priority, len(payload))
+        header = sealed(header, payload, self.stream.checksum)
         with self._sending:
             if self.silent:
                 return
@@ -157,6 +158,7 @@ class Connection:
         """
         place = (step, slice_, CONTROL_PRIORITY, len(data))
         header = encode_header(kind, 0, self._sender, *place)
+        header = sealed(header, data, self.stream.checksum)
         if not self._sending.acquire(timeout=self._give_up_s):
             return
         try:
@@ -297,5 +299,10 @@ def unexpected_bytes(header: Header) -> RemoteProtocolError:
 
 def greeting(session_id: str, rank: int) -> bytes:
     """The first frame on a connection to a server or relay."""
-    data = session_id.encode()
-    return encode_header(Kind.HELLO, 0, rank, 0, 0, CONTROL_PRIORITY, len(data)) + data
+    return unencrypted(Kind.HELLO, rank, session_id.encode())
+
+
+def unencrypted(kind: Kind, sender: int, data: bytes = b"") -> bytes:
+    """A whole frame that is sent before a connection is encrypted, if it ever is."""
+    header = encode_header(kind, 0, sender, 0, 0, CONTROL_PRIORITY, len(data))
+    return sealed(header, data, load_checksum()) + data

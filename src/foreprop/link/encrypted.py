@@ -69,6 +69,7 @@ class EncryptedStream:
         self._timeout_s = config.join_timeout_s
         self._opening, self._is_open = threading.Lock(), False
         self.bound = self._plain.bound
+        self.checksum = None  # TLS has its own, which nobody can forge
 
     def open(self) -> None:
         """Shake hands; raises `TransportError` within ``join_timeout_s`` each way, or sooner."""

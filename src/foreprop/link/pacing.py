@@ -7,15 +7,18 @@ take at its rate, and sleeps until then.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
+import stat
 import struct
 import tempfile
 import threading
 import time
 from pathlib import Path
 
+from foreprop.errors import TransportError
 from foreprop.link.stream import Stream
 
 _CHUNK_BYTES = 32 * 1024
@@ -29,7 +32,14 @@ class Link:
 
     def __init__(self, rate_bits_per_s: float, path: Path) -> None:
         self._seconds_per_byte = 8.0 / rate_bits_per_s
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            self._descriptor = os.open(path, flags, 0o600)
+            _check_own(self._descriptor)
+        except OSError as error:  # of a link, a pipe, another user's
+            raise TransportError(
+                f"the emulated link {path} is no file of ours ({error.strerror}): remove it"
+            ) from error
         os.ftruncate(self._descriptor, _CLOCK.size)
         self._clock = mmap.mmap(self._descriptor, _CLOCK.size)
         self._lock = threading.Lock()
@@ -51,10 +61,19 @@ class Link:
         os.close(self._descriptor)
 
 
+def _check_own(descriptor: int) -> None:
+    """The folder is everybody's: another user's file may be what is changed under our hands."""
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "another user's, or no ordinary file")
+
+
 class PacedStream:
     """A `Stream` whose bytes pass the node's links; frames are sent in chunks."""
 
     def __init__(self, stream: Stream, *, egress: Link, ingress: Link) -> None:
+        self.checksum = stream.checksum
         self._stream = stream
         self._egress = egress
         self._ingress = ingress

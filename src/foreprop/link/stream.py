@@ -8,11 +8,13 @@ import select
 import socket
 import struct
 import time
-from typing import Protocol
+from functools import cache
+from typing import Protocol, cast
 
 import psutil
 
 from foreprop.core.sendbound import SendBound
+from foreprop.core.wire import Checksum
 from foreprop.errors import ConfigError, TransportError
 
 TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
@@ -166,8 +168,29 @@ def keep_alive(sock: socket.socket, timeout_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
+@cache
+def load_checksum() -> Checksum:
+    """CRC32C by the processor's own instructions, for frames.
+
+    It takes memory as it lies, and gives the interpreter's lock away for more than 5 KiB. Raises
+    `ConfigError` where the package that has it is missing.
+    """
+    try:
+        from awscrt.checksums import crc32c
+    except ImportError as error:
+        raise ConfigError(
+            f"awscrt cannot be imported ({error}). Frames between unencrypted ranks and servers are"
+            " checked by its CRC32C: pip install awscrt on every machine"
+        ) from error
+    return cast(Checksum, crc32c)
+
+
 class Stream(Protocol):
     """A reliable, ordered, full-duplex byte stream. One thread sends, one receives."""
+
+    @property
+    def checksum(self) -> Checksum | None:
+        """What frames on it are checked by; None if nothing on the way can change them unseen."""
 
     def send(self, header: bytes, payload: memoryview) -> None:
         """Block until all bytes are with the kernel; raises `TransportError`."""
@@ -191,6 +214,7 @@ class SocketStream:
     """
 
     def __init__(self, sock: socket.socket, peer: str, bound: SendBound | None = None) -> None:
+        self.checksum: Checksum | None = load_checksum()
         self._sock = sock
         self._peer = peer
         self._bound = bound

@@ -6,34 +6,41 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from foreprop.core.manifest import MOST_PROCESSES
+from foreprop.durable import read_regular, replace_file
 from foreprop.errors import ConfigError
 from foreprop.observe.metrics import Metrics
 
 State = Literal["starting", "training", "closed", "failed"]
 
 
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_PROCESSES)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+_MOST_BYTES = 1 << 20
+
+
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's. What is not known yet is None."""
 
     session: str
-    rank: int
-    world_size: int
-    host: str
+    rank: _Rank
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_PROCESSES)]
+    host: Annotated[str, msgspec.Meta(max_length=255)]
     pid: int
-    at_s: float
+    at_s: _Amount
     """Seconds since 1970, by the rank's clock."""
     state: State
-    step: int = 0
-    step_s: float | None = None
-    waiting_share: float | None = None
-    sent_bits_per_s: float | None = None
-    received_bits_per_s: float | None = None
+    step: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
+    step_s: _Amount | None = None
+    waiting_share: _Amount | None = None
+    sent_bits_per_s: _Amount | None = None
+    received_bits_per_s: _Amount | None = None
     queue_depth: int = 0
-    straggler: int | None = None
+    straggler: _Rank | None = None
     """The rank that the others wait for, if this one knows."""
     error: str = ""
 
@@ -69,9 +76,7 @@ class StatusFile:
         self._last = msgspec.structs.replace(
             self._last, at_s=time.time(), state=state, error=error, **found
         )
-        partial = self._path.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(self._last))
-        partial.replace(self._path)
+        replace_file(self._path, msgspec.json.encode(self._last))
 
 
 def read_statuses(folder: Path) -> list[RankStatus]:
@@ -85,6 +90,7 @@ def read_statuses(folder: Path) -> list[RankStatus]:
 
 def _read(path: Path) -> RankStatus:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RankStatus)
-    except (OSError, msgspec.MsgspecError) as error:
+        data = read_regular(path, _MOST_BYTES)
+        return msgspec.json.decode(data, type=RankStatus)
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's are ValueErrors
         raise ConfigError(f"{path} is no rank's status: {error}") from error

@@ -24,10 +24,17 @@ from foreprop.core.authentication import (
     describe_one_sided,
     maybe_rank_opening,
 )
-from foreprop.core.frames import CONTROL_PRIORITY
-from foreprop.core.wire import HEADER_BYTES, Header, Kind, decode_header, encode_header
+from foreprop.core.wire import (
+    HEADER_BYTES,
+    Header,
+    Kind,
+    check_header,
+    check_payload,
+    decode_header,
+)
 from foreprop.errors import Failure, HandshakeError, InternalError, RemoteProtocolError
-from foreprop.link.stream import SocketStream, Stream
+from foreprop.link.connection import unencrypted
+from foreprop.link.stream import SocketStream, Stream, load_checksum
 
 MAX_GREETING_BYTES = 256
 GREETING_S = 10.0
@@ -71,7 +78,8 @@ class Stranger:
         self.side = side
         self.came_at_s = time.monotonic()
         self.header: Header | None = None
-        self._got = b""
+        self._head, self._got = b"", b""
+        self._checksum = load_checksum()
 
     @property
     def has_opened(self) -> bool:
@@ -92,9 +100,11 @@ class Stranger:
         while self.header is None:
             self._got += self._receive(HEADER_BYTES - len(self._got))
             if len(self._got) == HEADER_BYTES:
-                self.header, self._got = self._decode(self._got), b""
+                self.header = self._decode(self._got)
+                self._head, self._got = self._got, b""
         while (missing := self.header.payload_bytes - len(self._got)) > 0:
             self._got += self._receive(missing)
+        check_payload(self._head, self.header, self._got, self._checksum)
         channel = None if side is None else side.channel
         return Greeting(self.sock, self.address, self.header, memoryview(self._got), channel)
 
@@ -115,6 +125,7 @@ class Stranger:
             self.send(NO_SECRET)
             raise HandshakeError(describe_one_sided(rank, "this server"))
         header = decode_header(got)
+        check_header(got, self._checksum)
         if header.kind not in (Kind.HELLO, Kind.SERVERS):
             raise RemoteProtocolError(f"the first frame is {Kind(header.kind).name}, not HELLO")
         if self.side is not None and self.side.is_question != (header.kind == Kind.SERVERS):
@@ -219,9 +230,8 @@ class Entrance:
             self._dismiss(stranger)
 
     def _tell(self, stranger: Stranger, data: bytes) -> None:
-        head = encode_header(Kind.FAILURE, 0, self._index, 0, 0, CONTROL_PRIORITY, len(data))
         with contextlib.suppress(OSError, EOFError):
-            stranger.send(head + data)
+            stranger.send(unencrypted(Kind.FAILURE, self._index, data))
 
     def _dismiss(self, stranger: Stranger) -> None:
         self._forget(stranger)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
 from foreprop.config import Config
@@ -113,14 +114,34 @@ class MemoryFactory:
         self._stagers.clear()
 
 
+class _Copies(threading.local):
+    """The same memory again and again in each thread: it stays in the processor's cache."""
+
+    def __init__(self) -> None:
+        self._room = np.empty(0, np.uint8)
+
+    def of(self, part: memoryview) -> memoryview:
+        if len(self._room) < len(part):
+            self._room = np.empty(len(part), np.uint8)
+        copy = self._room[: len(part)]
+        np.copyto(copy, np.frombuffer(part, np.uint8))
+        return copy.data
+
+
+_COPIES = _Copies()
+
+
 class HeldGradient:
     """A gradient while it is being sent: kept alive until its last part has been taken.
 
     Given once its bytes can be sent; taken in parts by the sending threads, one per server.
+    ``copies``: the gradient may be written to while it is sent. A part is then a copy, which holds
+    until the thread takes another one.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, copies: bool = False) -> None:
         self._name = name
+        self._copies = copies
         self._gradient: torch.Tensor | None = None
         self._bytes: Any = None
         self._unsent_bytes = 0
@@ -141,7 +162,8 @@ class HeldGradient:
             self._unsent_bytes -= stop_bytes - start_bytes
             if self._unsent_bytes <= 0:
                 self._gradient = self._bytes = None
-        return whole[start_bytes:stop_bytes]
+        part = whole[start_bytes:stop_bytes]
+        return _COPIES.of(part) if self._copies else part
 
 
 class ParameterMemory(Protocol):

@@ -94,6 +94,7 @@ class WorkerEngine:
         self.progress = Progress(names, rank=rank, config=config, trace=trace, look=look)
         self.counters = self.progress.counters
         self.memory = SliceMemory(manifest, self.slices, memory)
+        self.checks_gradients = any(stream.checksum is not None for stream in streams)
         self._streams, self.index, self.trace = streams, rank, trace
         # for the trace, of steps that are even and odd: the next may begin before one has left
         self._queued_ns = [0] * len(names), [0] * len(names)

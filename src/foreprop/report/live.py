@@ -54,7 +54,7 @@ def live_page(folder: Path, now_s: float | None = None) -> tuple[RenderableType,
         text = f"No rank has left word in {folder} yet: parallelize(..., watch={str(folder)!r})"
         return Text(text), False
     errors = [
-        Text(f"rank {status.rank} ({status.host}) failed: {status.error}", style="red")
+        Text(f"rank {status.rank} ({plain(status.host)}) failed: {plain(status.error)}", "red")
         for status in statuses
         if status.state == "failed"
     ]
@@ -74,7 +74,7 @@ def _table(statuses: Sequence[RankStatus], now_s: float) -> Table:
     for status in statuses:
         shown.add_row(
             str(status.rank),
-            status.host,
+            Text(plain(status.host)),
             f"{status.step:,}",
             "-" if status.step_s is None else time_text(status.step_s),
             "-" if status.waiting_share is None else f"{100 * status.waiting_share:.0f}%",
@@ -84,6 +84,11 @@ def _table(statuses: Sequence[RankStatus], now_s: float) -> Table:
             _state(status, now_s, slowest=status.rank == slowest),
         )
     return shown
+
+
+def plain(text: str) -> str:
+    """Without what a terminal would obey: its codes are shown, as Python writes them."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def _rate(bits_per_s: float | None) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from foreprop.core.manifest import MOST_PROCESSES
 from foreprop.errors import ConfigError
 from foreprop.observe.trace import ABOUT, ENDING
 
@@ -72,7 +74,7 @@ def server_node(server: int, about: Mapping[str, Any]) -> int:
     """Dedicated servers are on machines after those of the workers."""
     if about.get("dedicated_servers"):
         return int(about["nodes"] + server)
-    node: int = server * about["nodes"] // about["servers"]
+    node: int = server * about["nodes"] // max(about["servers"], 1)
     return node
 
 
@@ -93,29 +95,95 @@ def latest_session(traces: Sequence[ProcessTrace]) -> list[ProcessTrace]:
     return [trace for trace in traces if trace.session == session]
 
 
+# What a file must be, which may come from anywhere.
+_MOST = 2**53
+_Number = Annotated[int, msgspec.Meta(ge=-_MOST, le=_MOST)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+_Us = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_PROCESSES)]
+_MOST_ELEMS = 2**36
+"""Of one parameter: 256 GB of float32."""
+
+
+class _Args(msgspec.Struct):
+    step: _Number
+    bytes: _Size
+    slice: _Number
+    priority: _Number
+    peer: _Number
+
+
+class _Span(msgspec.Struct, tag_field="ph", tag="X"):
+    cat: str
+    name: str
+    ts: _Us
+    dur: _Us
+    pid: _Number
+    tid: _Number
+    args: _Args
+
+
+class _Note(msgspec.Struct, tag_field="ph", tag="M"):
+    name: str
+    pid: _Number
+    args: dict[str, Any]
+    tid: _Number | None = None
+
+
+class _Parameter(msgspec.Struct):
+    name: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0, le=_MOST_ELEMS)]]
+    itemsize: Annotated[int, msgspec.Meta(ge=1, le=16)]
+
+    def __post_init__(self) -> None:
+        if math.prod(self.shape) > _MOST_ELEMS:
+            raise ValueError(f"{self.name} has more than {_MOST_ELEMS:,} elements")
+
+
+class _About(msgspec.Struct):
+    """As `session.figures.facts_of` tells it."""
+
+    version: str
+    torch: str
+    ranks: _Count
+    nodes: _Count
+    servers: Annotated[int, msgspec.Meta(ge=0, le=MOST_PROCESSES)]
+    architecture: str | None
+    slice_elems: Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
+    link_rate_bits_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e18)] | None
+    wire_dtype: str | None
+    parameters: list[_Parameter]
+    dedicated_servers: Annotated[int, msgspec.Meta(ge=0, le=MOST_PROCESSES)] = 0
+
+
 def read_trace(path: Path) -> ProcessTrace:
     """One file; raises `ConfigError` if it is no trace of ours."""
     try:
         events = _events(path.read_bytes())
+        for event in msgspec.convert(events, type=list[_Span | _Note]):
+            if isinstance(event, _Note):
+                msgspec.convert(event.args, type=_About if event.name == ABOUT else _Named)
         meta = {(e["name"], e.get("tid")): e["args"] for e in events if e["ph"] == "M"}
-        spans = [event for event in events if event["ph"] == "X"]
         process = str(meta[("process_name", None)]["name"])
-        number = next(int(event["pid"]) for event in events)
-        for event in spans:
-            float(event["ts"]), float(event["dur"]), int(event["args"]["step"]), event["tid"]
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, StopIteration, msgspec.MsgspecError) as error:
+    except Exception as error:  # of JSON, and of other things than objects in their place
         raise ConfigError(f"the trace {path} is damaged: {error!r}") from error
     return ProcessTrace(
         process=process,
         session=path.name.removesuffix(ENDING).rpartition(".")[2],
-        number=number,
+        number=events[0]["pid"],
         about=meta.get((ABOUT, None), {}),
-        threads={tid: args["name"] for (name, tid), args in meta.items() if tid is not None},
-        spans=spans,
+        threads={tid: args["name"] for (_, tid), args in meta.items() if tid is not None},
+        spans=[event for event in events if event["ph"] == "X"],
         written_s=path.stat().st_mtime,
     )
+
+
+class _Named(msgspec.Struct):
+    """A process's or thread's note."""
+
+    name: str
 
 
 def _events(data: bytes) -> list[Any]:

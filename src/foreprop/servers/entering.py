@@ -20,7 +20,7 @@ from foreprop.core.authentication import QUESTION, ConnectingSide
 from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.manifest import BUFFERS_BLOB, FROZEN_BLOB
 from foreprop.core.newcomers import BEGUN_STEPS, JoinBid
-from foreprop.core.wire import FrameReader, Header, Kind, encode_header
+from foreprop.core.wire import FrameReader, Header, Kind
 from foreprop.elastic.admission import Arrival, decode_answer
 from foreprop.elastic.whereabouts import LIMIT_BYTES, Whereabouts, decode_whereabouts
 from foreprop.errors import (
@@ -32,8 +32,8 @@ from foreprop.errors import (
     decode_failure,
 )
 from foreprop.hooks.modelhooks import unpack_into
-from foreprop.link.connection import Connection, bounded, nothing
-from foreprop.link.stream import connect
+from foreprop.link.connection import Connection, bounded, nothing, unencrypted
+from foreprop.link.stream import connect, load_checksum
 from foreprop.path.parameter import SynchronisedParameter
 from foreprop.path.pending import make_pending
 from foreprop.servers.surviving import greet_at
@@ -137,7 +137,7 @@ def ask(host: str, port: int, rank: int, config: Config) -> Whereabouts:
         if config.secret_file is not None:
             _prove(sock, rank, config)
         sock.settimeout(_ANSWER_S)
-        sock.sendall(encode_header(Kind.SERVERS, 0, rank, 0, 0, CONTROL_PRIORITY, 0))
+        sock.sendall(unencrypted(Kind.SERVERS, rank))
         return _read_answer(sock, f"{host} port {port}")
     except OSError as error:
         raise TransportError(f"{host} port {port} does not answer: {error}") from error
@@ -157,7 +157,7 @@ def _prove(sock: socket.socket, rank: int, config: Config) -> None:
 
 
 def _read_answer(sock: socket.socket, where: str) -> Whereabouts:
-    reader = FrameReader(lambda header: bounded(header, LIMIT_BYTES))
+    reader = FrameReader(lambda header: bounded(header, LIMIT_BYTES), load_checksum())
     while received := sock.recv_into(reader.buffer):
         frame = reader.advance(received)
         if frame is None:

@@ -105,7 +105,7 @@ class Resumption:
         more = f", which {made}: {size} do not make the same bits"
         more = more if size != found.world_size or not found.is_whole else ""
         self._report("goes on from step %d in %s%s", found.step, self._folder, more)
-        saved = found.session(SHARED, self._number, "model", "optimizer")
+        saved = found.session(SHARED, self._number)
         load_model_and_optimizer(model, optimizer, saved, found.path)
 
     def finish(self, session: Session) -> None:

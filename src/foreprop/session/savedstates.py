@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foreprop.checkpoints.loop import copied
+from foreprop.checkpoints.optimizerstates import check_loaded
 from foreprop.checkpoints.stored import SHARED, part_name
 from foreprop.config import LOGGER
 from foreprop.errors import ConfigError
@@ -51,13 +52,17 @@ def load_model_and_optimizer(
         if optimizer is not None:
             _check_kind(optimizer, saved.get(_MADE_BY))
         values: Mapping[str, Any] = saved.get("masters") or saved["model"]
+        for name, full in saved.get("masters", {}).items():
+            if full.shape != saved["model"][name].shape:
+                raise ValueError(f"{name} has two shapes in it")
         missing, unexpected = model.load_state_dict(values, strict=False)
         remote = {name for name, value in model.state_dict().items() if _is_meta(value)}
         if lost := [*(set(missing) - remote), *unexpected]:
             raise ConfigError(f"they differ in {sorted(lost)}")
         if optimizer is not None:
             optimizer.load_state_dict(saved["optimizer"])
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:  # torch's are all four
+            check_loaded(optimizer)
+    except Exception as error:  # torch's are of many kinds
         raise ConfigError(
             f"the checkpoint {where} is of another model or optimizer: {error}"
         ) from error
@@ -224,23 +229,23 @@ def _averages_in(saved: State, config: Config, where: Path) -> State | None:
 
 def resume_connected(training: Training, found: Checkpoint, number: int) -> None:
     """After connecting. ``number``: which session it is."""
-    saved = found.session(SHARED, number, "model")
+    saved = found.session(SHARED, number)
     model, checkpoints = training.user.model, training.checkpoints
     if training.config.wire_dtype is not None and "masters" in saved:
         checkpoints.begin_rounded(saved["model"], lambda: _shown_and_full(found, number))
     whose = found.whose(training.world.rank, training.world.size)
     mine = found.ranks[0] if whose is None else whose
-    own = found.session(part_name(mine), number, "residuals", "buffers")
+    own = found.session(part_name(mine), number)
     parts = [own]
     if training.config.compression is not None:
         parts = [
-            own if rank == mine else found.session(part_name(rank), number, "residuals")
-            for rank in found.ranks
+            own if rank == mine else found.session(part_name(rank), number) for rank in found.ranks
         ]
-    checkpoints.load_state_dict(parts)
+    with found.used(part_name(mine)):
+        checkpoints.load_state_dict(parts)
     averages = _averages_in(saved, training.config, found.path)
     if averages is not None:
-        with checkpoints.tables_left_out():
+        with checkpoints.tables_left_out(), found.used(SHARED):
             checkpoints.load_ema_state_dict(averages)
     if training.remote is not None:
         if (tables := found.tables(number)) is None:
@@ -250,7 +255,8 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
             )
         checkpoints.load_tables(tables)
     # last: whoever uses a state_dict() is shown rank 0's
-    load_buffers(model, own["buffers"])
+    with found.used(part_name(mine)):
+        load_buffers(model, own["buffers"])
     vars(training.buffers)["_shown_step"] = -1  # an evaluation shows rank 0's all the same
     training.completed_before += found.step
 
@@ -343,8 +349,11 @@ class LoneSnapshots:
 def resume_alone(session: LoneSession, found: Checkpoint, number: int) -> None:
     """``number``: which session it is."""
     lowest = part_name(found.ranks[0])  # rank 0 may have left an elastic session
-    load_buffers(session._model, found.session(lowest, number, "buffers")["buffers"])
+    own = found.session(lowest, number)
+    with found.used(lowest):
+        load_buffers(session._model, own["buffers"])
     saved = found.session(SHARED, number)
     averages = _averages_in(saved, session.config, found.path)
     if averages is not None:
-        session.load_ema_state_dict(averages)
+        with found.used(SHARED):
+            session.load_ema_state_dict(averages)

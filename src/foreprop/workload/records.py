@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from foreprop.core.slicing import SLICE_ELEMS, usual_slice_elems
+from foreprop.durable import replace_file
 from foreprop.errors import ConfigError
 from foreprop.workload import limit
 from foreprop.workload.foundsettings import local_aggregation
@@ -155,9 +156,7 @@ def record_of(
 
 
 def write_records(path: Path, records: Sequence[msgspec.Struct] | msgspec.Struct) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
-    partial.replace(path)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
 
 
 def read_records(path: Path) -> list[Record]:
