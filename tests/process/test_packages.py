@@ -151,7 +151,7 @@ def test_it_is_used_where_nothing_else_is(fresh: Path, tmp_path: Path) -> None:
     setting = "--model resnet50 --nodes 8 --rate 10Gbit --compute 180ms".split()
     planned = called(fresh / "foreprop", "plan", *setting, "--json", cwd=tmp_path)
     assert json.loads(planned)
-    assert "slice_elems" in called(fresh / "foreprop", "config", cwd=tmp_path)
+    assert "slice_elems" in called(fresh / "foreprop", "config", "--all", cwd=tmp_path)
 
 
 def test_it_trains_where_nothing_else_is(fresh: Path, tmp_path: Path) -> None:

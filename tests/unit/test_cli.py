@@ -133,7 +133,7 @@ WRONG = [
         ["config", "slice_elem=1"],
         "no setting is called 'slice_elem'; did you mean 'slice_elems'?",
     ),
-    (["config", "xyz=1"], "no setting is called 'xyz'; there are architecture, "),
+    (["config", "xyz=1"], "no setting is called 'xyz'; `foreprop config --all` lists them"),
     (["report", "nowhere"], "directory: dir 'nowhere' does not exist; see"),
     (["run", "nowhere.py"], "script is 'nowhere.py'; there is no such file in "),
     (["run", "--dry-run", "--ssh", "", "x.py"], "--ssh is ''; it must begin with"),
@@ -265,15 +265,15 @@ def test_presets_are_separated_by_commas() -> None:
 
 # Settings.
 def shown_settings(*arguments: str) -> dict[str, tuple[str, str]]:
-    """Value and source of every setting that ``foreprop config`` shows."""
-    result = invoke("config", *arguments)
+    """Value and source of every setting."""
+    result = invoke("config", "--all", *arguments)
     assert result.exit_code == 0
     rows = [re.split(r"\s{2,}", line.strip()) for line in result.output.splitlines()[1:]]
     return {row[0]: (row[1], row[2]) for row in rows if len(row) > 3}
 
 
 def test_config_shows_every_setting_with_value_source_and_meaning() -> None:
-    output = invoke("config").output
+    output = invoke("config", "--all").output
     shown = shown_settings()
     assert list(shown) == [spec.name for spec in fields(Config)]
     for spec in fields(Config):
@@ -293,6 +293,27 @@ def test_config_shows_where_each_value_came_from(monkeypatch: pytest.MonkeyPatch
     assert shown["step_timeout_s"] == ("7.5 s", "environment")
     assert shown["placement"] == ("kvstore", "preset kvstore")
     assert shown["join_timeout_s"] == ("120 s", "default")
+
+
+def test_config_shows_what_differs_from_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = "settings have their defaults: `foreprop config --all` shows them."
+    assert invoke("config").output == f"All {rest}\n"
+    monkeypatch.setenv("FOREPROP_SLICE_ELEMS", "300")
+    monkeypatch.setenv("FOREPROP_ORDER", "priority")  # as it is anyway
+    lines = invoke("config", "--preset", "slicing", "interface=eth1").output.splitlines()
+    assert [re.split(r"\s{2,}", line.strip()) for line in lines] == [
+        ["setting", "value"],
+        ["slice_elems", "300 elements (environment)"],
+        ["interface", "eth1 (argument)"],
+        [f"All other {rest}"],
+    ]
+    monkeypatch.delenv("FOREPROP_SLICE_ELEMS")
+    lines = invoke("config", "--preset", "wfbp", "order=fifo").output.splitlines()
+    assert [line.rstrip() for line in lines[1:-1]] == [
+        "granularity  array (preset wfbp)",
+        "order        fifo (argument)",
+        "placement    balanced (preset wfbp)",
+    ]
 
 
 def test_a_misspelt_setting_is_told_which_is_meant(

@@ -74,7 +74,7 @@ COMMANDS = (
     Entry(
         "config",
         "foreprop.cli.config:config",
-        "Show every setting: its value, where the value came from, and its meaning with its unit.",
+        "Show the settings that differ from their defaults, or all of them with their meanings.",
         DECIDE,
     ),
     Entry(

@@ -31,7 +31,9 @@ def settings_from_environment(hints: Mapping[str, Any]) -> dict[str, Any]:
     for variable in os.environ:
         name = variable.removeprefix(_PREFIX)
         if name != variable and name not in known:
-            advice = did_you_mean(name, known, prefix=_PREFIX)
+            from foreprop.config.otherwords import answer_to_name
+
+            advice = answer_to_name(name) or did_you_mean(name, known, prefix=_PREFIX)
             LOGGER.warning("%s is set, but is no setting%s", variable, advice)
     variables = {name: f"{_PREFIX}{name.upper()}" for name in hints}
     given = {name: variables[name] for name in hints if variables[name] in os.environ}
@@ -107,7 +109,13 @@ def check_value(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
     kinds = tuple(kind for kind in get_args(hint) or (hint,) if isinstance(kind, type))
     if choices and (value in choices or not set(kinds) - {type(None)}):
         if value not in choices:
-            raise ConfigError(f"{spec.name} is {value!r}; it must be one of {list(choices)}")
+            from foreprop.config.otherwords import answer_to_value
+
+            words = [choice for choice in choices if isinstance(choice, str)]
+            advice = answer_to_value(spec.name, value) or did_you_mean(str(value), words)
+            raise ConfigError(
+                f"{spec.name} is {value!r}; it must be one of {list(choices)}{advice}"
+            )
         return
     if float in kinds:
         kinds = (*kinds, int)
@@ -133,12 +141,25 @@ def choices_in(hint: Any) -> tuple[Any, ...]:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """To be added to an error about ``name``: the known name that is closest, if one is close.
+    """To be added to an error about ``name``: the known name that is close, or a few that may be.
 
     ``prefix``: what stands before each of them where the user writes it.
     """
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {prefix + found[0]!r}?" if found else ""
+    words = list(known)
+    found = difflib.get_close_matches(name, words, n=1, cutoff=_CLOSE)
+    if not found:
+        having = [word for word in words if len(name) >= _LEAST_PART and name in word]
+        found = [*having, *difflib.get_close_matches(name, words, n=_MOST_NAMES)]
+    *others, last = [repr(prefix + word) for word in dict.fromkeys(found[:_MOST_NAMES])] or [""]
+    either = f"{', '.join(others)} or " if others else ""
+    return f"; did you mean {either}{last}?" if last else ""
+
+
+_CLOSE = 0.8
+"""As difflib has it: a name that is like another one to so much is meant for it."""
+_LEAST_PART = 4
+"""Letters that may be a name's part."""
+_MOST_NAMES = 5
 
 
 # What is reported to a person.
