@@ -17,6 +17,7 @@ from foreprop.config import LOGGER, Config, Preset
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import bare_model, bare_optimizer
 from foreprop.session.backends import needs_servers
+from foreprop.session.mistaken import idle, refuse, report_promised
 from foreprop.session.training import Training
 
 if TYPE_CHECKING:
@@ -211,13 +212,30 @@ def parallelize(
         raise ConfigError("give either config, or preset and single settings, not both")
     kinds = (torch.nn.Module, torch.optim.Optimizer | None, torch.amp.GradScaler | None)
     if not all(map(isinstance, (model, optimizer, scaler), kinds)):
-        from foreprop.session.mistaken import refuse
-
         refuse(model=model, optimizer=optimizer, scaler=scaler)
     config = config or Config.resolve(preset, **settings)
     alone = config.max_workers is None and (is_alone() if world is None else world.size == 1)
     model = bare_model(model, alone=alone)
     optimizer = bare_optimizer(optimizer)
+    if world is None and alone:
+        report_promised()
+    odd = idle(model, optimizer)
+    session = _begin(model, optimizer, config, scaler, resume, world=world, alone=alone)
+    if odd is not None and session.rank == 0:
+        LOGGER.warning("%s", odd)
+    return session
+
+
+def _begin(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    scaler: torch.amp.GradScaler | None,
+    resume: str | os.PathLike[str] | None,
+    *,
+    world: World | None,
+    alone: bool,
+) -> Session:
     lone = world is None and alone and not needs_servers(model, optimizer, config)
     if resume is not None:
         from foreprop.session.resuming import resumed
