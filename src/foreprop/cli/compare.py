@@ -68,7 +68,7 @@ def compare(
 
     The script needs foreprop's two lines and nothing else. It is started afresh for each system and
     round, on the hosts that `foreprop run` would take, and ended after some steps. The table has
-    throughput, time per step, the share that waits for the network, bytes, and whether the losses
+    throughput, time per step, the share that waits for others, bytes, and whether the losses
     agree step by step. docs/compare.md explains it.
 
     Examples:

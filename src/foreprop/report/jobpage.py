@@ -56,12 +56,18 @@ class Job:
     """When the trace was written, seconds since 1970."""
 
     @property
+    def awaited(self) -> str:
+        """What a worker waits for: on one machine there is no network."""
+        nodes = self.about.get("nodes", 0)
+        return "the network" if nodes > 1 else "others on its machine" if nodes else "others"
+
+    @property
     def headline(self) -> str:
         """The sentence that people want."""
         subject, predicted = self.subject, self.predicted
         text = (
             f"A step takes {milliseconds(subject.median_s)}, of which"
-            f" {percent(subject.waiting_share)} waits for the network"
+            f" {percent(subject.waiting_share)} waits for {self.awaited}"
         )
         parts = []
         if predicted.ddp_s is not None:
