@@ -11,7 +11,7 @@ from torch import nn
 
 import foreprop
 from foreprop.cluster.world import World
-from foreprop.config.environment import promised_ranks
+from foreprop.config.promises import promised_ranks
 from foreprop.session.mistaken import report_promised
 from tests.cluster import run_cluster
 

@@ -402,6 +402,7 @@ def test_a_command_from_the_clone_says_that_it_needs_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("foreprop.cli.clone.REPOSITORY", tmp_path)
+    monkeypatch.chdir(tmp_path)
     for arguments in (["bench", "wire", "--slices", "5"], ["lab", "mlp", "--help"]):
         assert run_main(monkeypatch, *arguments) == 1
         error = capsys.readouterr().err
@@ -420,8 +421,50 @@ def test_a_library_that_is_missing_is_named_with_the_extra(
     for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
         monkeypatch.delitem(sys.modules, name)
     assert run_main(monkeypatch, "bench") == 1
-    told = "needs no_such_library, which is not installed: pip install 'foreprop[lab]'"
+    told = "needs no_such_library, which is not installed: pip install '.[lab]' in a clone"
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "extra"),
+    [("report", "jinja2", "report"), ("demo", "jinja2", "report")],
+)
+def test_a_command_of_the_package_names_the_extra_that_it_needs(
+    command: str,
+    missing: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ours = [name for name in sys.modules if name.startswith(("foreprop.report", "foreprop.demo"))]
+    for name in [*ours, f"foreprop.cli.{command}"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert run_main(monkeypatch, command, "--steps", "3") == 1
+    told = f"`foreprop {command}` needs {missing}, which is not installed: pip install '.[{extra}]'"
+    assert told in capsys.readouterr().err
+
+
+def test_a_command_from_the_clone_is_found_in_the_clone_s_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After ``pip install '.[lab]'``, without -e."""
+    from foreprop.cli.clone import NotInstalled, load
+
+    monkeypatch.setattr("foreprop.cli.clone.REPOSITORY", tmp_path / "lib")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(NotInstalled, match="in a clone, run pip install"):
+        load("aclone.command:main", "`foreprop lab it`")
+    clone = tmp_path / "clone"
+    for folder in ("src/foreprop", "aclone"):
+        (clone / folder).mkdir(parents=True)
+    (clone / "aclone" / "__init__.py").touch()
+    (clone / "aclone" / "command.py").write_text("main = 3\n")
+    monkeypatch.chdir(clone)
+    with pytest.raises(NotInstalled):  # a folder that only looks like one
+        load("aclone.command:main", "`foreprop lab it`")
+    (clone / "src" / "foreprop" / "version.py").touch()
+    assert load("aclone.command:main", "`foreprop lab it`") == 3
 
 
 # One vocabulary.

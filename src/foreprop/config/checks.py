@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from foreprop.config.environment import did_you_mean
 from foreprop.config.otherwords import answer_to_name, answer_to_value
 from foreprop.core.codec import NONE, choices_of, choices_text, is_automatic, kind_of
-from foreprop.errors import ConfigError
+from foreprop.errors import ConfigError, how_to_install
 
 if TYPE_CHECKING:
     from foreprop.config.settings import Config
@@ -287,7 +287,7 @@ def _check_encryption(config: Config) -> None:
     if importlib.util.find_spec("cryptography") is None:
         raise ConfigError(
             f"encryption is {config.encryption!r}, whose keys are made by the package cryptography,"
-            " which is not installed: pip install 'foreprop[tls]'"
+            f" which is not installed: {how_to_install('tls')}"
         )
     if config.architecture in ("ring", "hybrid", "auto"):
         raise ConfigError(

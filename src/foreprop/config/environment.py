@@ -6,7 +6,6 @@ The only module that reads those.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import math
 import os
@@ -86,34 +85,6 @@ def may_grow() -> bool:
     return bool(os.environ.get("FOREPROP_MAX_WORKERS") or os.environ.get("FOREPROP_JOIN"))
 
 
-_PROMISES = (
-    ("WORLD_SIZE", "RANK"),
-    ("LOCAL_WORLD_SIZE", "LOCAL_RANK"),
-    ("GROUP_WORLD_SIZE", "GROUP_RANK"),
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("PMI_SIZE", "PMI_RANK"),
-    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-    ("HOROVOD_SIZE", "HOROVOD_RANK"),
-    ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
-    ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    ("SLURM_NTASKS", "SLURM_PROCID"),
-    ("PET_NNODES", "PET_NODE_RANK"),
-    ("PET_NPROC_PER_NODE", "LOCAL_RANK"),
-)
-"""Where launchers say how many processes they start, and which one this is: torchrun, mpirun of
-Open MPI, MPICH and MVAPICH, horovodrun, jsrun, flux, srun, and Kubeflow, which is for torchrun."""
-
-
-def promised_ranks() -> tuple[str, int] | None:
-    """A launcher's variable, and its number of ranks, if that is several and this is the first."""
-    for size, rank in _PROMISES:
-        text = os.environ.get(size, "")
-        if text.isdecimal() and int(text) > 1:
-            return None if os.environ.get(rank, "0") != "0" else (size, int(text))
-    return None
-
-
 def _int_variable(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     try:
@@ -139,8 +110,7 @@ def check_value(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
         if value not in choices:
             from foreprop.config.otherwords import answer_to_value
 
-            words = [choice for choice in choices if isinstance(choice, str)]
-            advice = answer_to_value(spec.name, value) or did_you_mean(str(value), words)
+            advice = answer_to_value(spec.name, value) or did_you_mean(str(value), choices)
             raise ConfigError(
                 f"{spec.name} is {value!r}; it must be one of {list(choices)}{advice}"
             )
@@ -168,26 +138,14 @@ def choices_in(hint: Any) -> tuple[Any, ...]:
     return (*get_args(inner), *nothing) if inner is not None else ()
 
 
-def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+def did_you_mean(name: str, known: Iterable[object], *, prefix: str = "") -> str:
     """To be added to an error about ``name``: the known name that is close, or a few that may be.
 
     ``prefix``: what stands before each of them where the user writes it.
     """
-    words = list(known)
-    found = difflib.get_close_matches(name, words, n=1, cutoff=_CLOSE)
-    if not found:
-        having = [word for word in words if len(name) >= _LEAST_PART and name in word]
-        found = [*having, *difflib.get_close_matches(name, words, n=_MOST_NAMES)]
-    *others, last = [repr(prefix + word) for word in dict.fromkeys(found[:_MOST_NAMES])] or [""]
-    either = f"{', '.join(others)} or " if others else ""
-    return f"; did you mean {either}{last}?" if last else ""
+    from foreprop.config.otherwords import near_names
 
-
-_CLOSE = 0.8
-"""As difflib has it: a name that is like another one to so much is meant for it."""
-_LEAST_PART = 4
-"""Letters that may be a name's part."""
-_MOST_NAMES = 5
+    return near_names(name, list(known), prefix)
 
 
 # What is reported to a person.

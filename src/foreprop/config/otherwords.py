@@ -5,7 +5,8 @@ Asked only when a name or value is wrong, so that the error can say what to writ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
 
 _UNUSED = "leave it out: parameters without a gradient need no option"
 _NO_BUCKETS = "there are no buckets; leave it out: the size of slices, slice_elems, suits the links"
@@ -309,3 +310,23 @@ def answer_to_value(setting: str, value: object) -> str:
 
 def _plain(word: str) -> str:
     return word.strip().lower().replace("-", "_").replace(" ", "_")
+
+
+# Near names.
+_CLOSE = 0.8
+"""As difflib has it: a name that is like another one to so much is meant for it."""
+_LEAST_PART = 4
+"""Letters that may be a name's part."""
+_MOST_NAMES = 5
+
+
+def near_names(name: str, known: Sequence[object], prefix: str) -> str:
+    """`foreprop.config.did_you_mean`; what is no text is near nothing."""
+    words = [word for word in known if isinstance(word, str)]
+    found = difflib.get_close_matches(name, words, n=1, cutoff=_CLOSE)
+    if not found:
+        having = [word for word in words if len(name) >= _LEAST_PART and name in word]
+        found = [*having, *difflib.get_close_matches(name, words, n=_MOST_NAMES)]
+    *others, last = [repr(prefix + word) for word in dict.fromkeys(found[:_MOST_NAMES])] or [""]
+    either = f"{', '.join(others)} or " if others else ""
+    return f"; did you mean {either}{last}?" if last else ""

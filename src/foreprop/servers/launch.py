@@ -70,7 +70,9 @@ class Connections:
 
             check_reachable(self.address, world.host, config.interface)
         self.links: NodeLinks | None = None
-        self._leaves_machine = False
+        self.pass_links = (
+            config.link_rate_bits_per_s is not None
+        )  # or connections leave the machine
         self.session_id = ""
 
     def _plan_local_aggregation(self) -> int:
@@ -229,13 +231,8 @@ class Connections:
         text = f"rank {self._world.rank}'s connection to a server ended at once: {error}"
         return TransportError(text)
 
-    @property
-    def pass_links(self) -> bool:
-        """Whether any of the connections passes a link, be it an emulated one."""
-        return self._leaves_machine or self._config.link_rate_bits_per_s is not None
-
     def tuned(self, sock: socket.socket) -> socket.socket:
-        self._leaves_machine |= not stays_on_this_machine(sock)
+        self.pass_links |= not stays_on_this_machine(sock)
         tune(
             sock,
             unsent_bytes=None if self._config.lanes == "one" else self._config.unsent_bytes,

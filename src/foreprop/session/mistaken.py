@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 
 import torch
 
 from foreprop.config import LOGGER
-from foreprop.config.environment import promised_ranks
+from foreprop.config.promises import promised_ranks
 from foreprop.errors import ConfigError
 
 _KINDS = {
@@ -37,16 +36,12 @@ def report_promised() -> None:
         )
 
 
-def idle(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """A line about a model and optimizer without any parameter that requires a gradient."""
-    if optimizer is not None and _trains(p for g in optimizer.param_groups for p in g["params"]):
-        return None
-    in_model = _trains(model.parameters())
-    if optimizer is None and in_model:
-        return None
+def report_idle(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """If the optimizer, or the model without one, has no parameter that requires a gradient."""
+    in_model = any(parameter.requires_grad for parameter in model.parameters())
+    groups = [] if optimizer is None else optimizer.param_groups
+    trains = in_model if optimizer is None else False
+    if trains or any(p.requires_grad for group in groups for p in group["params"]):
+        return
     what = f"the optimizer, {type(optimizer).__name__}," if in_model else type(model).__name__
-    return f"nothing is trained: {what} has no parameter that requires a gradient"
-
-
-def _trains(parameters: Iterable[torch.Tensor]) -> bool:
-    return any(parameter.requires_grad for parameter in parameters)
+    LOGGER.warning("nothing is trained: %s has no parameter that requires a gradient", what)

@@ -17,7 +17,6 @@ from foreprop.config import LOGGER, Config, Preset
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import bare_model, bare_optimizer
 from foreprop.session.backends import needs_servers
-from foreprop.session.mistaken import idle, refuse, report_promised
 from foreprop.session.training import Training
 
 if TYPE_CHECKING:
@@ -212,30 +211,13 @@ def parallelize(
         raise ConfigError("give either config, or preset and single settings, not both")
     kinds = (torch.nn.Module, torch.optim.Optimizer | None, torch.amp.GradScaler | None)
     if not all(map(isinstance, (model, optimizer, scaler), kinds)):
+        from foreprop.session.mistaken import refuse
+
         refuse(model=model, optimizer=optimizer, scaler=scaler)
     config = config or Config.resolve(preset, **settings)
     alone = config.max_workers is None and (is_alone() if world is None else world.size == 1)
     model = bare_model(model, alone=alone)
     optimizer = bare_optimizer(optimizer)
-    if world is None and alone:
-        report_promised()
-    odd = idle(model, optimizer)
-    session = _begin(model, optimizer, config, scaler, resume, world=world, alone=alone)
-    if odd is not None and session.rank == 0:
-        LOGGER.warning("%s", odd)
-    return session
-
-
-def _begin(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    config: Config,
-    scaler: torch.amp.GradScaler | None,
-    resume: str | os.PathLike[str] | None,
-    *,
-    world: World | None,
-    alone: bool,
-) -> Session:
     lone = world is None and alone and not needs_servers(model, optimizer, config)
     if resume is not None:
         from foreprop.session.resuming import resumed
@@ -262,6 +244,11 @@ def connect(
 
         check_elastic(config)
     world = world or current_world(config.join_timeout_s, joins=config.join)
+    groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
+    if world.rank == 0 and not any(p.requires_grad for group in groups for p in group["params"]):
+        from foreprop.session.mistaken import report_idle
+
+        report_idle(model, optimizer)
     session = ConnectedSession(model, optimizer, world, config, scaler)
     if session.rank == 0 and (session.world_size > 1 or config.max_workers):
         LOGGER.info("%s", session.describe())
