@@ -105,7 +105,7 @@ class Module:
         return [VALUE]
 
     def _part(self, part: ast.expr) -> str:
-        """A piece of an f-string: its text, or that of a constant of this file, or what an extra takes."""
+        """A piece of an f-string: its text, that of a constant of this file, or an extra's."""
         call = part.value if isinstance(part, ast.FormattedValue) else None
         if isinstance(call, ast.Call) and _name(call.func) == errors.how_to_install.__name__:
             extra = call.args[0]
