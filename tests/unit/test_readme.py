@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import re
 import runpy
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import typer
 import yaml
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 import foreprop
 from foreprop.cli.main import app
@@ -183,6 +186,49 @@ def test_the_chart_of_the_readme_shows_its_figures() -> None:
         over_tuned = at_balance["p3"] / at_balance["ddp-tuned"]
         assert shown[model][5] == f"{over_ddp:.2f}, {over_tuned:.2f}"
         assert at_balance["p3"] <= max(y for x, y in chart["limit"](panel) if x <= 1.03)
+
+
+def drawn_lines(chart: dict[str, Any]) -> list[dict[str, Any]]:
+    """By panel and label."""
+    figure = Figure()
+    chart["draw"](figure)
+    return [{str(line.get_label()): line for line in axes.lines} for axes in figure.axes]
+
+
+def test_the_chart_of_the_readme_joins_and_shows_only_what_was_measured() -> None:
+    chart = runpy.run_path(str(ROOT / "scripts" / "ddp_chart.py"))
+    assert "No schedule\ncan beat the black line" in (ROOT / "README.md").read_text()
+    for model, lines in zip(chart["MODELS"], drawn_lines(chart), strict=True):
+        limit, plain = lines["the limit"], lines["DDP"]
+        assert (limit.get_linestyle(), to_hex(limit.get_color())) == ("-", chart["INK"])
+        best = lines["DDP, best of several bucket sizes"]
+        assert best.get_linestyle() == "None"
+        usual = dict(zip(plain.get_xdata(), plain.get_ydata(), strict=True))
+        shown = {
+            x: y
+            for x, y in zip(best.get_xdata(), best.get_ydata(), strict=True)
+            if not math.isnan(y)
+        }
+        assert sorted(shown) == sorted(
+            x for x, _ in chart["points"](chart["panels"]()[model], "ddp-tuned")
+        )
+        assert len(shown) == 3 < len(usual)
+        assert all(y >= usual[x] for x, y in shown.items())  # the usual size is one of several
+
+
+def test_the_best_of_several_is_at_least_the_usual_one() -> None:
+    chart = runpy.run_path(str(ROOT / "scripts" / "ddp_chart.py"))
+    curves = {"ddp": [(1, 0.7), (2, 0.9)], "ddp-tuned": [(1, 0.6), (2, 0.95), (3, 0.5)]}
+    panel = {
+        "axis": {"second_ticks": [[1, "1"]]},
+        "limit": [[1, 1]],
+        "curves": [
+            {"system": name, "points": [{"x": x, "throughput": y} for x, y in points]}
+            for name, points in curves.items()
+        ],
+    }
+    assert chart["shown_points"](panel, "ddp-tuned") == [(1, 0.7), (2, 0.95), (3, 0.5)]
+    assert chart["shown_points"](panel, "ddp") == curves["ddp"]
 
 
 def test_the_readme_has_the_two_commands() -> None:
