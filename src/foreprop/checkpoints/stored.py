@@ -26,6 +26,7 @@ import torch
 
 from foreprop.durable import sync_folder, write_file
 from foreprop.errors import ConfigError
+from foreprop.quantities import counted
 
 INDEX = "index.json"
 SHARED = "shared.pt"
@@ -114,7 +115,8 @@ class Checkpoint:
             raise _foreign(path, "list of sessions")
         if number >= len(saved):
             raise ConfigError(
-                f"{path} is of {len(saved)} session(s), and this is number {number + 1} that goes"
+                f"{path} is of {counted(len(saved), 'session')}, and this is number {number + 1}"
+                " that goes"
                 " on from it"
             )
         found: dict[str, Any] = saved[number]

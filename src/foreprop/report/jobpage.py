@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foreprop.errors import ConfigError
+from foreprop.quantities import counted
 from foreprop.report.document import (
     milliseconds,
     palette_css,
@@ -175,11 +176,12 @@ def _lede(job: Job) -> str:
     about, subject = job.about, job.subject
     low, high = subject.deciles_s
     text = (
-        f"Worker {subject.rank}, {len(subject.steps):,} steps; most take {milliseconds(low)} to"
+        f"Worker {subject.rank}, {counted(len(subject.steps), 'step')}; most take"
+        f" {milliseconds(low)} to"
         f" {milliseconds(high)} (p10 to p90)."
     )
     if about:
-        text = f"{about['ranks']} workers on {about['nodes']} node(s). {text}"
+        text = f"{counted(about['ranks'], 'worker')} on {counted(about['nodes'], 'node')}. {text}"
     late = find_straggler(job.measured)
     if late is not None:
         rank, late_s = late
@@ -229,7 +231,7 @@ def _facts(job: Job) -> dict[str, object]:
         parameter["itemsize"] * _elems(parameter["shape"]) for parameter in about["parameters"]
     )
     return found | {
-        "workers": f"{about['ranks']} on {about['nodes']} node(s)",
+        "workers": f"{about['ranks']} on {counted(about['nodes'], 'node')}",
         "servers": about["servers"],
         "parameters": f"{len(about['parameters']):,}, {size_bytes / 1e6:,.1f} MB",
         "slices": f"{about['slice_elems']:,} elements",

@@ -81,8 +81,8 @@ class Connections:
         crosses = self.nodes > 1 or config.dedicated_servers > 0
         if config.local_aggregation == "on" and (workers == 1 or not crosses):
             raise ConfigError(
-                f"local_aggregation is 'on' with {workers} worker(s) per node and {self.nodes}"
-                " node(s): there is nothing to aggregate before it crosses a link; use 'auto'"
+                f"local_aggregation is 'on', workers per node are {workers}, nodes {self.nodes}:"
+                " there is nothing to aggregate before it crosses a link; use 'auto'"
             )
         sums = config.local_aggregation != "off" and config.staleness in (0, "late")
         sums = sums and not config.counts_some
