@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpunode import DISCARDED_STEPS, Setting, serve
+from foreprop.cli.options import writable
 from foreprop.lab.cluster import Cluster, busy_s
 from foreprop.workload.network import Network
 
@@ -114,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
     parser.add_argument("--out", type=Path, help="for the results, as JSON")
     options = parser.parse_args(arguments)
+    if options.out is not None:
+        writable(options.out.parent)
     result = measure(options)
     print_table(result)
     if options.out:

@@ -237,3 +237,25 @@ def test_the_readme_has_the_two_commands() -> None:
         "make demo",
         "make test",
     ]
+
+
+MODULES = re.compile(r"python3? -m ((?:benchmarks|experiments|foreprop|tests|scripts)[\w.]*)")
+
+
+def test_every_module_that_a_page_runs_is_there_to_be_run() -> None:
+    """As ``-m``: a file of benchmarks or experiments does not find the others by its path."""
+    by_path = [
+        f"{page.name}: {found}"
+        for page, text in TEXTS.items()
+        for found in re.findall(r"python3? (?:benchmarks|experiments|tests)/\S+", text)
+    ]
+    assert by_path == []
+    named = {name for text in TEXTS.values() for name in MODULES.findall(text)}
+    assert len(named) > 10
+    for name in named:
+        path = ROOT / ("src" if name.startswith("foreprop") else "") / name.replace(".", "/")
+        file = (
+            path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__main__.py"
+        )
+        assert file.is_file(), name
+        assert file.name == "__main__.py" or "__main__" in file.read_text(), name
