@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
+import json
 import math
 import re
 import runpy
@@ -259,3 +261,38 @@ def test_every_module_that_a_page_runs_is_there_to_be_run() -> None:
         )
         assert file.is_file(), name
         assert file.name == "__main__.py" or "__main__" in file.read_text(), name
+
+
+def curves_of_figure_1() -> dict[str, dict[str, dict[float, float]]]:
+    """Throughput by rate, by model and system."""
+    data = json.loads((DOCS / "results" / "figure-1-bandwidth.json").read_text())
+    return {
+        panel["title"]: {
+            curve["system"]: {point["x"]: point["throughput"] for point in curve["points"]}
+            for curve in panel["curves"]
+        }
+        for panel in data
+    }
+
+
+def knee(curve: dict[float, float], share: float = 0.97) -> float:
+    """The least rate with so much of the highest throughput, between two that were measured."""
+    wanted = share * max(curve.values())
+    for (low, below), (high, above) in itertools.pairwise(sorted(curve.items())):
+        if below < wanted <= above:
+            return low + (high - low) * (wanted - below) / (above - below)
+    raise AssertionError(curve)
+
+
+def test_what_the_papers_page_says_of_network_and_slicing_is_what_was_measured() -> None:
+    page, curves = (DOCS / "papers.md").read_text(), curves_of_figure_1()
+    ours, theirs = (knee(curves["ResNet-50"][system]) for system in ("p3", "kvstore"))
+    told = f"at {ours:.2f} Gbit/s, with `kvstore` at {theirs:.2f}: {theirs / ours:.2f} |"
+    assert told in page
+    gains = [
+        max(of["slicing"][rate] / of["kvstore"][rate] for rate in of["kvstore"])
+        for of in (curves[model] for model in ("ResNet-50", "InceptionV3", "VGG-19", "Sockeye"))
+    ]
+    first, second, *others = (f"{gain:.2f}" for gain in gains)
+    assert f"up to {first} and {second} over `kvstore`" in page
+    assert "VGG-19 ({}) and Sockeye ({})".format(*others) in page
