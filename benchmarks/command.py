@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -20,7 +19,6 @@ from benchmarks.tables import measure_tables
 from benchmarks.wire import measure_wire
 from foreprop.cli.checked import CheckedCommand
 from foreprop.cli.output import console, print_table, say
-from foreprop.core.codecfacts import LOSSLESS
 from foreprop.quantities import parse_rate, rate_text
 from foreprop.workload import limit
 from foreprop.workload.profile import load_profile
@@ -322,10 +320,7 @@ def codecs(
     shown = Table(title=f"{slices} slices of {slice_elems} elements, medians of {rounds} rounds")
     for heading in ("codec", "bytes per element", "encode, s/GB", "decode, s/GB", "pays below"):
         shown.add_column(heading, justify="right")
-    names = [name for name in NAMES if name != LOSSLESS or find_spec("zstandard")]
-    if LOSSLESS not in names:
-        say(console(), "lossless is left out: pip install 'foreprop[compression]'")
-    for cost in measure_codecs(names, slice_elems=slice_elems, slices=slices, rounds=rounds):
+    for cost in measure_codecs(NAMES, slice_elems=slice_elems, slices=slices, rounds=rounds):
         shown.add_row(
             cost.name,
             f"{cost.bytes_per_elem:.4f}",

@@ -1,6 +1,6 @@
 """Draws perplexities by step, as examples/train_language_model.py leaves them with --out.
 
-python benchmarks/convergence.py convergence "1 process"=one.json "2 workers, hybrid"=two.json
+python -m benchmarks.convergence convergence "1 process"=one.json "2 workers, hybrid"=two.json
 """
 
 import json
@@ -11,12 +11,14 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from foreprop.cli.options import writable
 from foreprop.report.document import LIGHT_RAMP, ramp_colour
 from foreprop.report.style import save
 
 
 def main(name: str, *runs: str) -> None:
     """Writes NAME.svg, NAME.png and NAME.json."""
+    writable(Path(name).parent)
     curves = {
         run.partition("=")[0]: json.loads(Path(run.partition("=")[2]).read_text()) for run in runs
     }

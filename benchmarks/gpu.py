@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpunode import DISCARDED_STEPS, PLAIN, Setting, config_of, serve
+from foreprop.cli.options import writable
 from foreprop.errors import ConfigError
 from foreprop.lab.cluster import Cluster, busy_s
 from foreprop.workload.network import Network
@@ -134,6 +135,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
+    if options.out is not None:
+        writable(options.out.parent)
     result = measure(options)
     print_table(result)
     if options.out:

@@ -1,6 +1,6 @@
 """The refined model beside the simulator, and beside what the lab measured.
 
-python benchmarks/modelled_steps.py docs/results/modelled-steps.json docs/results/results.json
+python -m benchmarks.modelled_steps docs/results/modelled-steps.json docs/results/results.json
 """
 
 import json
@@ -8,6 +8,7 @@ import statistics
 import sys
 from pathlib import Path
 
+from foreprop.cli.options import writable
 from foreprop.config import PRESETS, Config
 from foreprop.core.slicing import BIG_ARRAY_ELEMS
 from foreprop.errors import ConfigError
@@ -34,6 +35,7 @@ def main(
     balances: tuple[float, ...] = BALANCES,
 ) -> list[Point]:
     """Writes the points to ``path``; prints the errors by system. ``results``: of the lab."""
+    writable(Path(path).parent)
     print("beside the lab")
     show(measured(results))
     points = [

@@ -1,7 +1,7 @@
 """P3 at 4 to 4096 nodes, simulated by symmetry: docs/scale.md's data and pictures.
 
-python benchmarks/scale.py docs/results/scale         # hours on two cores; goes on where it was
-python benchmarks/scale.py docs/results/scale --draw  # only the pictures, of what is there
+python -m benchmarks.scale docs/results/scale         # hours on two cores; goes on where it was
+python -m benchmarks.scale docs/results/scale --draw  # only the pictures, of what is there
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from foreprop.cli.options import writable
 from foreprop.core.slicing import SLICE_ELEMS
 from foreprop.report.document import LIGHT_RAMP, ramp_colour
 from foreprop.report.style import INK, save, style_of
@@ -73,6 +74,7 @@ DELAYS: dict[str, Point] = {
 def main(name: str, *options: str, points: Sequence[Point] | None = None) -> list[Point]:
     """Writes NAME.json and NAME-*.png and .svg. ``points``: what to simulate, instead of all."""
     path = Path(f"{name}.json")
+    writable(path.parent)
     done: list[Point] = json.loads(path.read_text()) if path.exists() else []
     known = {_key(point) for point in done}
     asked = [p for p in (list(all_points()) if points is None else points) if _key(p) not in known]

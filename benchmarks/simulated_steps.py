@@ -1,6 +1,6 @@
 """The simulator beside the lab: every record of a results.json simulated, and a scatter plot.
 
-python benchmarks/simulated_steps.py docs/results/results.json docs/results/simulated-steps
+python -m benchmarks.simulated_steps docs/results/results.json docs/results/simulated-steps
 
 Prints every record's error.
 
@@ -23,6 +23,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from foreprop.cli.options import writable
 from foreprop.report.style import INK, QUIET, save, style_of
 from foreprop.simulate.run import simulate_lab
 from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
@@ -38,6 +39,7 @@ def main(
     results: str, name: str, predicted: str | None = None, *, hosts: Hosts | None = None
 ) -> dict[str, list[Point]]:
     """Writes NAME.svg, NAME.png and NAME.json; prints the errors by system."""
+    writable(Path(name).parent)
     written = [] if predicted is None else read_records(Path(predicted))
     points: dict[str, list[Point]] = {}
     for record in read_records(Path(results)):

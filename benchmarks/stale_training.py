@@ -1,6 +1,6 @@
 """Throughput and loss by staleness, where one worker is slow: `core.staleness` on a clock.
 
-python benchmarks/stale_training.py docs/results/stale-training.json
+python -m benchmarks.stale_training docs/results/stale-training.json
 
 Workers compute and nothing else takes time. They train a logistic regression, each with batches of
 its own, and a server updates and answers at once. A worker's step takes 1 s, the last worker's
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.staleloop import StaleLoop
+from foreprop.cli.options import writable
 from foreprop.core.staleness import Staleness, compensate, most_steps_apart
 
 Values = NDArray[np.float64]
@@ -46,6 +47,7 @@ def closed_steps(staleness: Staleness, *, workers: int, slow: float, rounds: int
 
 def main(path: str, cases: Sequence[Case] = CASES) -> list[Case]:
     """Writes steps and losses to ``path``, and prints each."""
+    writable(Path(path).parent)
     done: list[Case] = []
     for case in cases:
         asked = {key: value for key, value in case.items() if key != "strength"}

@@ -1,6 +1,6 @@
 """How far simulation by symmetry is off: beside the simulation of every node, ResNet-50 unscaled.
 
-python benchmarks/symmetric_steps.py docs/results/symmetric-steps.json
+python -m benchmarks.symmetric_steps docs/results/symmetric-steps.json
 """
 
 import json
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from foreprop.cli.options import writable
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts
@@ -44,6 +45,7 @@ DISTURBED: list[Case] = [
 
 def main(path: str, cases: Sequence[Case] = (*PLAIN, *COARSE, *DISTURBED)) -> list[Case]:
     """Writes steps and errors to ``path``, and prints each."""
+    writable(Path(path).parent)
     done: list[Case] = []
     for case in cases:
         every_s = step_s(case, symmetric=False)

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from foreprop.cli.options import writable
 from foreprop.lab.cluster import Cluster
 from foreprop.quantities import parse_rate
 from foreprop.simulate.cluster import Cluster as SimulatedCluster
@@ -185,6 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Shares]:
     parser.add_argument("--spread", type=float, help="simulate, with windows that differ so much")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
+    if options.out is not None:
+        writable(options.out.parent)
     network = Network(
         nodes=options.nodes,
         rate_bits_per_s=parse_rate("--rate", options.rate),

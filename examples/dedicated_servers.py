@@ -43,7 +43,9 @@ def main() -> None:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
 
     weights = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
-    print(f"rank {session.rank}: SHA-256 of the weights {hashlib.sha256(weights).hexdigest()}")
+    digest = hashlib.sha256(weights).hexdigest()
+    # one write, with its end: all ranks have the same terminal
+    print(f"rank {session.rank}: SHA-256 of the weights {digest}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the perplexities by step")
     parser.add_argument("--profile", type=Path, help="JSON file for what a step costs; no training")
     options = parser.parse_args()
+    for path in filter(None, (options.out, options.profile)):
+        path.parent.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(0)
     numbers, types = wikitext2()

@@ -101,7 +101,8 @@ def main() -> None:
         if session.rank == 0:
             print(f"epoch {epoch + 1}: validation accuracy {100 * right:.1f} %", flush=True)
 
-    print(f"rank {session.rank}: SHA-256 of the weights {digest(model)}", flush=True)
+    # one write, with its end: all ranks have the same terminal
+    print(f"rank {session.rank}: SHA-256 of the weights {digest(model)}\n", end="", flush=True)
     session.close()
     if dist.is_initialized():
         dist.destroy_process_group()

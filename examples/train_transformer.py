@@ -75,7 +75,8 @@ def main() -> None:
 
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     digest = hashlib.sha256(weights).hexdigest()
-    print(f"rank {session.rank}: SHA-256 of the weights {digest}", flush=True)
+    # one write, with its end: all ranks have the same terminal
+    print(f"rank {session.rank}: SHA-256 of the weights {digest}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

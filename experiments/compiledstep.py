@@ -21,6 +21,7 @@ from typing import Any
 
 from experiments.compiled import Loop, be_a_node
 from experiments.figures.charts import timeline_chart
+from foreprop.cli.options import writable
 from foreprop.report.style import save
 from foreprop.report.timeline import Timeline, timeline_from_trace
 
@@ -28,6 +29,7 @@ STEPS = 12
 
 
 def main(rate: float, picture: Path) -> None:
+    writable(picture.parent)
     be_a_node()
     with tempfile.TemporaryDirectory() as folder:
         loop = Loop("compiled", rate, trace=folder)

@@ -105,7 +105,11 @@ class Module:
         return [VALUE]
 
     def _part(self, part: ast.expr) -> str:
-        """A piece of an f-string: its text, or that of a constant of this file."""
+        """A piece of an f-string: its text, that of a constant of this file, or an extra's."""
+        call = part.value if isinstance(part, ast.FormattedValue) else None
+        if isinstance(call, ast.Call) and _name(call.func) == errors.how_to_install.__name__:
+            extra = call.args[0]
+            return errors.how_to_install(extra.value if isinstance(extra, ast.Constant) else VALUE)
         if isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Name):
             constant = self.constants.get(part.value.id)
             return VALUE if constant is None else self.texts(constant)[0]

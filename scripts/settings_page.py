@@ -41,7 +41,8 @@ A setting is an argument of `parallelize`, or a variable of the environment:
 
 The variable is `FOREPROP_` and the setting's name in capitals; `none` stands for "not set". An
 argument beats the environment, which beats the preset, which beats the default. `foreprop config`
-prints every value and where it came from.
+prints the values that differ from the defaults, `foreprop config --all` every one and where it
+came from.
 
 ## Presets
 

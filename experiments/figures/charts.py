@@ -6,7 +6,7 @@ All that is drawn comes from `curves`, or from timelines; nothing here computes 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -24,7 +24,7 @@ from experiments.figures.curves import (
     UtilisationPanel,
 )
 from foreprop.report.document import LIGHT_RAMP, ramp_colour
-from foreprop.report.style import CARD, INK, QUIET, WAIT, Draw, style_of
+from foreprop.report.style import CARD, INK, QUIET, WAIT, Draw, style_of, with_gaps
 from foreprop.report.timeline import Lane, Shape, Timeline
 from foreprop.report.timeline_svg import Panel, plan_panels
 
@@ -87,8 +87,9 @@ def _draw_throughput(ax: Axes, panel: ThroughputPanel) -> None:
     ax.set_title(panel.title)
     ax.set_ylabel(THROUGHPUT_LABEL)
     xs, ys = zip(*panel.limit, strict=True)
+    measured = {point.x for curve in panel.curves for point in curve.points}
     for curve in reversed(panel.curves):  # p3 is first, and belongs on top
-        _draw_curve(ax, curve)
+        _draw_curve(ax, curve, measured)
     ax.plot(xs, ys, color=INK, linestyle=(0, (4, 2)), linewidth=1.2, zorder=5)
     _draw_axis(ax, panel.axis)
     highest = max([*ys, *(p.high for curve in panel.curves for p in curve.points)])
@@ -96,12 +97,13 @@ def _draw_throughput(ax: Axes, panel: ThroughputPanel) -> None:
     _label_cpu_bound(ax, panel.curves)
 
 
-def _draw_curve(ax: Axes, curve: Curve) -> None:
+def _draw_curve(ax: Axes, curve: Curve, measured: Iterable[float]) -> None:
     """Line, error bars from p10 to p90, and marks: hollow where the CPUs were the limit."""
     style, points = style_of(curve.system), curve.points
     colour, front = style.light, curve.system == "p3"
     xs, ys = [p.x for p in points], [p.throughput for p in points]
-    ax.plot(xs, ys, color=colour, linestyle=style.dashes, linewidth=1.9 if front else 1.3)
+    line = with_gaps(zip(xs, ys, strict=True), measured)
+    ax.plot(*line, color=colour, linestyle=style.dashes, linewidth=1.9 if front else 1.3)
     ax.errorbar(
         xs,
         ys,

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from experiments.chart import Chart, write_chart
 from experiments.figures.comparison import model_name
+from foreprop.cli.options import writable
 from foreprop.report.style import STYLES
 from foreprop.workload.profile import load_profile
 
@@ -66,9 +67,9 @@ def _draw(ax: Axes, each: Distribution) -> None:
 
 def main(folder: str) -> None:
     """Writes it in three forms."""
-    found = distributions()
+    out, found = writable(Path(folder)), distributions()
     data = msgspec.json.encode(found)
-    write_chart(Path(folder), NAME, distribution_chart(found), data)
+    write_chart(out, NAME, distribution_chart(found), data)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from experiments.mlp.run import Errors, MlpRecord, errors_of, run_mlp
 from experiments.mlp.training import MLP_SYSTEMS, MlpSetting
 from foreprop.cli.options import compute, filling, rate, systems, writable
 from foreprop.cli.output import console, print_table
-from foreprop.errors import ConfigError
+from foreprop.errors import ConfigError, how_to_install
 from foreprop.workload.records import write_records
 
 _WORKERS, _STEPS = "1,2,3,4,5,6,7", 40
@@ -91,7 +91,7 @@ def _draw(out: Path, records: Sequence[MlpRecord], console: Console) -> None:
         from experiments.chart import write_chart
         from experiments.mlp import charts
     except ModuleNotFoundError as error:
-        console.print(f"No figures: {error.name} is missing; pip install 'foreprop[lab]'")
+        console.print(f"No figures: {error.name} is missing; {how_to_install('lab')}")
         return
     data = charts.chart_data(records)
     write_chart(out, "epoch-times", charts.epoch_chart(records), data)

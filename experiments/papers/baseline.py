@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from foreprop.cli.options import writable
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts
@@ -78,7 +79,7 @@ def study(
 
 def main(out: str) -> list[Speeds]:
     """Writes baseline.json; prints the gains in Markdown."""
-    found = []
+    folder, found = writable(Path(out)), []
     print("| server, s/GB | Gbit/s | `slicing` | `p3` | `slicing`, over whole arrays | `p3` |")
     print("|---|---|---|---|---|---|")
     for each in study():
@@ -91,7 +92,7 @@ def main(out: str) -> list[Speeds]:
         print(
             f"| {each.server_s_per_gb:g} | {each.rate_gbit:g} | {' | '.join(gains)} |", flush=True
         )
-        write_records(Path(out) / "baseline.json", found)
+        write_records(folder / "baseline.json", found)
     return found
 
 

@@ -21,6 +21,7 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.wikitext import wikitext2
+from foreprop.cli.options import writable
 from foreprop.report.style import save, style_of
 from foreprop.simulate.run import simulate_lab
 from foreprop.simulate.setting import SimulatedSetting
@@ -109,7 +110,7 @@ def draw(courses: Mapping[str, Sequence[tuple[float, float]]], figure: Figure) -
 
 def main(results: str, out: str | None = None) -> dict[str, float]:
     """Writes convergence-time.{png,svg,json}; returns times of a step by system."""
-    folder = Path(out or results)
+    folder = writable(Path(out or results))
     course = json.loads((Path(results) / "convergence.json").read_text())[COURSE]
     words, types = wikitext2()
     profile = example_profile(words, len(types))

@@ -24,6 +24,7 @@ from experiments.figures.curves import (
     utilisation_panels,
 )
 from experiments.figures.sweeps import FULL, NODES, UTILISATION, plan_measurements
+from foreprop.cli.options import writable
 from foreprop.report.style import save
 from foreprop.simulate.run import simulate_each, simulate_lab
 from foreprop.simulate.setting import SimulatedSetting
@@ -75,7 +76,7 @@ def by_nodes(settings: Iterable[LabSetting]) -> Iterator[tuple[LabSetting, Seque
 
 def main(out: str, only: str = "2,3") -> None:
     """Writes simulated-utilisation and simulated-nodes, and prints what they show."""
-    folder, wanted = Path(out), {int(number) for number in only.split(",")}
+    folder, wanted = writable(Path(out)), {int(number) for number in only.split(",")}
     planned = plan_measurements(SIXTEEN, traces=Path("unused"), only=wanted)
     if UTILISATION in wanted:
         watched = utilisation(m.setting for m in planned if UTILISATION in m.figures)

@@ -41,6 +41,7 @@ from experiments.papers.parallaxtables import (
     table_1,
     table_4,
 )
+from foreprop.cli.options import writable
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts
@@ -230,7 +231,7 @@ def main(
     ``costs``: of dense bytes, of rows and of gathered ones, s/GB, as 0.5,5,2; what is left out is
     fitted. ``systems``: those that are simulated anew.
     """
-    folder, known, testbed = Path(out), four_models(), Testbed()
+    folder, known, testbed = writable(Path(out)), four_models(), Testbed()
     counts = [int(count) for count in machines.split(",")]
     chosen = set(systems.split(","))
     given = [] if costs is None else [float(cost) for cost in costs.split(",")]

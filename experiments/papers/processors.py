@@ -19,6 +19,7 @@ import msgspec
 
 from experiments.mlp.training import SERVERS, mlp_profile
 from experiments.papers.fitting import fitted
+from foreprop.cli.options import writable
 from foreprop.config import Config
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.simulate.run import simulate_system
@@ -230,6 +231,7 @@ def trade_offs(workers: Sequence[int] = (2, 4, 7)) -> Iterator[Throughput]:
 
 def main(out: str, workers: str = "2,3,4,5,6,7") -> list[Throughput]:
     """Writes processors.json; prints what was simulated beside what was published."""
+    folder = writable(Path(out))
     counts = [int(count) for count in workers.split(",")]
     found = []
     makes = [contended(*case, workers=counts) for case in CONTENDED]
@@ -243,7 +245,7 @@ def main(out: str, workers: str = "2,3,4,5,6,7") -> list[Throughput]:
             f" {point.images_per_s:,.0f} images/s",
             flush=True,
         )
-    write_records(Path(out) / "processors.json", found)
+    write_records(folder / "processors.json", found)
     for line in (*summary(found), "", *contended_summary(found), "", *tried_summary(found)):
         print(line)
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gzip
+import hashlib
 import math
 import os
 import shutil
@@ -20,14 +21,14 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
-from foreprop.errors import ForepropError
+from foreprop.errors import ForepropError, how_to_install
 
 Split = Literal["train", "test"]
 Source = Callable[[Path, Sequence[str]], None]
@@ -169,12 +170,26 @@ def ensure(
 
 
 def _are_whole(folder: Path, files: Mapping[str, str]) -> bool:
-    import pooch  # here: a command that needs no data starts without it
-
     return all(
-        (folder / name).is_file() and pooch.file_hash(str(folder / name)) == sha256
+        (folder / name).is_file() and _sha256_of(folder / name) == sha256
         for name, sha256 in files.items()
     )
+
+
+def _sha256_of(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _pooch() -> Any:
+    """An extra's: only who fetches data needs it."""
+    try:
+        import pooch
+    except ModuleNotFoundError as error:
+        raise DatasetUnavailable(
+            f"to fetch data needs pooch, which is not installed: {how_to_install('demo')}"
+        ) from error
+    return pooch
 
 
 @contextlib.contextmanager
@@ -194,8 +209,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _fetch(source: Source, folder: Path, files: Mapping[str, str]) -> None:
-    import pooch
-
+    pooch = _pooch()
     pooch.get_logger().setLevel("WARNING")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as name:
         packed = Path(name)
@@ -244,9 +258,7 @@ def from_address(address: str) -> Source:
 
 
 def download(address: str, into: Path) -> None:
-    import pooch
-
-    pooch.HTTPDownloader(timeout=_CONNECT_TIMEOUT_S)(address, str(into), None)
+    _pooch().HTTPDownloader(timeout=_CONNECT_TIMEOUT_S)(address, str(into), None)
 
 
 def from_debian(into: Path, names: Sequence[str]) -> None:

@@ -126,6 +126,11 @@ def failure_of(error: BaseException, *, by: str = "") -> Failure:
     )
 
 
+def how_to_install(extra: str) -> str:
+    """What to type for the packages of an extra; foreprop is in no package index yet."""
+    return f"pip install '.[{extra}]' in a clone of foreprop"
+
+
 def own_error(error: BaseException, rank: int) -> ForepropError:
     """For this rank's later calls: an error of its own, which has ended the session."""
     if isinstance(error, ForepropError):

@@ -91,6 +91,12 @@ def time_text(seconds: float) -> str:
     return f"{short(seconds * 1e9)} ns" if seconds else "0 s"
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 server``, ``2 servers``, ``10,000 batches``."""
+    plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
+
+
 def short(value: float) -> str:
     """`three_digits` without zeros at the end."""
     text = three_digits(value)

@@ -511,3 +511,30 @@ def test_nothing_is_left_after_an_error_in_the_users_loop() -> None:
     assert all(type(p) is nn.Parameter for p in model.parameters())
     _backward(model, optimizer)
     optimizer.step()
+
+
+# Whose step() it was.
+@servers_only
+@pytest.mark.parametrize("begins", [0, 2])
+def test_an_optimizer_that_parallelize_was_not_given_is_named(begins: int) -> None:
+    with _session(begins, update="servers") as (model, _, _):
+        other = torch.optim.Adam(model.parameters())
+        with pytest.raises(TrainingLoopError) as caught:
+            train_classifier(model, other, make_batches(4))
+        told = "step the one that parallelize() was given (SGD), or give it the other."
+        assert f"Another optimizer has {_named(caught)}, too (Adam)" in str(caught.value)
+        assert told in str(caught.value)
+
+
+def _named(caught: pytest.ExceptionInfo[TrainingLoopError]) -> str:
+    return next(name for name in str(caught.value).split() if name.endswith((".weight", ".bias")))
+
+
+@by_servers
+@servers_only
+def test_no_other_optimizer_is_named_where_there_is_none() -> None:
+    with _session(3) as (model, optimizer, _):
+        _backward(model, optimizer)
+        with pytest.raises(TrainingLoopError, match="is used between backward") as caught:
+            model(torch.randn(2, 5))
+        assert "nother optimizer" not in str(caught.value)

@@ -185,7 +185,7 @@ def test_a_session_grows_from_two_to_four(tmp_path: Path, caplog: pytest.LogCapt
     for rank in range(4):
         assert grown.stats[rank]["left"] == {}
     assert grown.stats[0]["joined"] == {rank: grown.began[rank] for rank in (2, 3)}
-    assert "2 workers on 2 node(s), 2 server(s) dedicated" in caplog.text
+    assert "2 workers on 2 nodes, 2 servers dedicated" in caplog.text
     assert "elastic (a worker that dies leaves, up to 4 workers)" in caplog.text
     assert f"rank 2 has joined, and counts from step {grown.began[2]} on" in caplog.text
     assert "; 4 of 4 workers are here" in caplog.text

@@ -116,6 +116,56 @@ def test_times_are_those_of_the_layers(host: Host) -> None:
     assert profile.name == "Sequential"
 
 
+class Affine(nn.Module):
+    """As torch's, or as some have it with the bias first; the operation takes a while."""
+
+    def __init__(self, host: Host, *, bias_first: bool) -> None:
+        super().__init__()
+        self.host, self.bias_first = host, bias_first
+        self.weight, self.bias = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bias_first:
+            x = torch.addmm(self.bias, x, self.weight)
+        else:
+            x = F.linear(x, self.weight, self.bias)
+        result: torch.Tensor = _Sleep.apply(x, Sleeper(self.host, 5, 7, uses=False))
+        return result
+
+
+@pytest.mark.parametrize("bias_first", [False, True])
+def test_a_layer_s_time_stands_at_its_weight(bias_first: bool, host: Host) -> None:
+    model = nn.Sequential(Affine(host, bias_first=bias_first), Sleeper(host, 2, 1))
+    profile = foreprop.profile(model, None, torch.ones(2, 3), mean, **FEW)
+    assert [(a.name, a.forward_s, a.backward_s) for a in profile.arrays if a.forward_s] == [
+        ("0.weight", pytest.approx(5), pytest.approx(7)),
+        ("1.weight", pytest.approx(2), pytest.approx(1)),
+    ]
+    assert {array.name for array in profile.arrays} == {"0.weight", "0.bias", "1.weight"}
+    layers = profile.layers(scale=1, compute_s=15.0)
+    assert [(sorted(layer.sizes_elems), layer.forward_s, layer.backward_s) for layer in layers] == [
+        ([3, 9], pytest.approx(5), pytest.approx(7)),
+        ([3], pytest.approx(2), pytest.approx(1)),
+    ]
+
+
+def test_operations_of_one_module_have_their_own_times(host: Host) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = _Sleep.apply(x * self.a, Sleeper(host, 3, 2, uses=False))
+            result: torch.Tensor = _Sleep.apply(x * self.b, Sleeper(host, 4, 1, uses=False))
+            return result
+
+    model = nn.Sequential(Two())
+    profile = foreprop.profile(model, None, torch.ones(2, 3), mean, **FEW)
+    check_times(profile, {"0.a": (3, 2), "0.b": (4, 1)})
+    assert len(profile.layers(scale=1, compute_s=10.0)) == 2
+
+
 def test_time_is_that_of_a_clock() -> None:
     """A sleep may end late, on a busy machine, but never early."""
     model = nn.Sequential(Sleeper(time, 0.02, 0.01), Sleeper(time, 0.01, 0.03))
@@ -369,8 +419,9 @@ def test_compiled_code_uses_all_arrays_at_its_entry() -> None:
     profile = foreprop.profile(model, None, BATCH, nn.CrossEntropyLoss(), **FEW)
     torch._dynamo.reset()
     assert [a.name for a in profile.arrays] == [name for name, _ in model.named_parameters()]
-    *before, last = (array.forward_s or 0.0 for array in profile.arrays)
-    assert last > 3 * max(before)
+    *before, weight, bias = (array.forward_s or 0.0 for array in profile.arrays)
+    assert weight > 3 * max(before)
+    assert bias == 0.0
 
 
 # Sparsity.
@@ -408,7 +459,8 @@ def test_half_precision_is_noted() -> None:
     x, y = BATCH
     profile = foreprop.profile(model, None, (x.bfloat16(), y), F.cross_entropy, **FEW)
     assert {array.dtype for array in profile.arrays} == {"bfloat16"}
-    assert profile.layers(scale=1, compute_s=1.0)[1].sizes_elems == (18,)  # 35 of two bytes
+    sizes = profile.layers(scale=1, compute_s=1.0)[1].sizes_elems
+    assert sizes == (18, 4)  # 35 and 7 of two bytes
 
 
 # What a loss may be.

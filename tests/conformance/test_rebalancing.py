@@ -194,7 +194,7 @@ def test_links_are_really_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("ranks", "local_size", "told"),
     [
-        (2, 1, "of 2 node(s) no server can own what spares a link"),
+        (2, 1, "of 2 nodes no server can own what spares a link"),
         pytest.param(6, 2, "local aggregation do not show whose link", marks=pytest.mark.long),
     ],
 )

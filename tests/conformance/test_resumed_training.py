@@ -408,7 +408,7 @@ def test_with_another_number_of_ranks(
     assert first["first"] == 7 // every * every
     for other in others:
         check_same_bits(other["model"], first["model"])
-    made = f"which {before} rank(s) made: {after} do not make the same bits"
+    made = f"which {before} ranks made: {after} do not make the same bits"
     assert made in caplog.text
     assert "samples are divided anew from" in caplog.text
 
@@ -644,7 +644,7 @@ def test_the_one_before_a_damaged_one_is_taken(
 def test_where_none_is_whole_that_is_told(stopped: Path) -> None:
     for part in stopped.glob("step-*/rank-1.pt"):
         part.write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"of 2 step\(s\), and none of them is whole"):
+    with pytest.raises(ConfigError, match=r"of 2 steps, and none of them is whole"):
         on_both(lambda world: begin(world, stopped))
 
 

@@ -394,5 +394,5 @@ def test_without_the_package_that_makes_keys(
     encrypted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=re.escape("pip install 'foreprop[tls]'")):
+    with pytest.raises(ConfigError, match=re.escape("pip install '.[tls]' in a clone")):
         Config(**encrypted)

@@ -44,11 +44,14 @@ def check_samples(samples: list[tuple[float, int, int]]) -> None:
         assert counts[-1] * 8 < 1.15 * SETTING.rate * times[-1] + 8 * 100_000
 
 
-def test_measures_all_systems_in_one_cluster(tmp_path: Path) -> None:
+def test_measures_all_systems_in_one_cluster(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     said: list[str] = []
     result = run_lab(SETTING, progress=said.append)
     if result.notices:
         pytest.skip(result.notices[0])
+    assert "secret" not in capfd.readouterr().err  # nobody else reaches its namespaces
     records = result.records
     assert tuple(record.system for record in records) == SYSTEMS
     for record in records:

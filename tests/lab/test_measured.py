@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import statistics
+from typing import Any
 
 import msgspec
 import pytest
 
-from foreprop.cli.measured import compression_lines
+from foreprop.cli.measured import compression_lines, over_ddp_lines, table
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload import limit
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.profile import Profile, ProfiledArray
+from foreprop.workload.records import Record, Spread
+from foreprop.workload.setting import LabSetting
 from tests.unit.lab_example import example_record
 
 STEPS = 10
@@ -58,3 +61,50 @@ def test_what_follows_from_counted_frames_is_what_a_link_carries(
     found = re.search(r"had ([\d.]+) MB a step; ([\d.]+) MB follow", line)
     assert found is not None
     assert float(found[2]) == pytest.approx(float(found[1]), rel=0.06)
+
+
+# Over DDP.
+def records(**steps_s: float) -> list[Record]:
+    setting = LabSetting(
+        profile=three_arrays(), systems=("p3",), nodes=2, compute_s=0.2, rate_bits_per_s=1e9
+    )
+    return [record_of(setting, name.replace("_", "-"), step_s) for name, step_s in steps_s.items()]
+
+
+def record_of(setting: LabSetting, system: str, step_s: float, **changes: Any) -> Record:
+    taken = Spread(median=step_s, p10=step_s, p90=step_s)
+    made = example_record(setting, "p3", iteration_s=taken, **changes)
+    return msgspec.structs.replace(made, system=system)
+
+
+def column(name: str, shown: list[Record]) -> list[str] | None:
+    setting = LabSetting(
+        profile=three_arrays(), systems=("p3",), nodes=2, compute_s=0.2, rate_bits_per_s=1e9
+    )
+    columns = {str(each.header): [*each.cells] for each in table(setting, shown).columns}
+    return columns.get(name)  # type: ignore[return-value]
+
+
+def test_each_system_is_shown_over_ddp_and_the_last_line_says_the_fastest() -> None:
+    shown = records(p3=0.25, slicing=0.4, ddp=0.3, ddp_tuned=0.28, mxnet_p3=0.1)
+    assert column("over ddp", shown) == ["1.20x", "0.75x", "1.00x", "1.07x", "3.00x"]
+    assert [*over_ddp_lines(shown)] == [
+        "p3 is 1.20x as fast as ddp: 250 ms per step instead of 300 ms."
+    ]
+    (slower,) = over_ddp_lines(records(ring=0.4, ddp=0.3))
+    assert slower == "ring is 0.75x as fast as ddp: 400 ms per step instead of 300 ms."
+
+
+@pytest.mark.parametrize("systems", [{"p3": 0.2, "ddp_tuned": 0.3}, {"p3": 0.2}])
+def test_without_plain_ddp_nothing_is_over_it(systems: dict[str, float]) -> None:
+    shown = records(**systems)
+    assert column("over ddp", shown) is None
+    assert [*over_ddp_lines(shown)] == []
+    assert [*over_ddp_lines(records(ddp=0.3, ddp_tuned=0.2))] == []
+
+
+def test_what_is_cpu_bound_is_no_speed_up() -> None:
+    p3, ddp = records(p3=0.2, ddp=0.3)
+    busy = msgspec.structs.replace(ddp, cpu_bound=True)
+    (line,) = over_ddp_lines([p3, busy])
+    assert line.endswith("with ddp: CPU-bound (ddp), so no speed-up.")

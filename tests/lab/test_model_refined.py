@@ -28,7 +28,16 @@ from tests.lab import closed_forms
 from tests.tiers import long_cases
 
 MBIT = 1e6
-IDEAL = Hosts(send_s=0, receive_s=0, update_s=0, sum_elem_s=0, update_elem_s=0, copy_byte_s=0)
+IDEAL = Hosts(
+    send_s=0,
+    receive_s=0,
+    update_s=0,
+    sum_elem_s=0,
+    update_elem_s=0,
+    relay_byte_s=0,
+    relay_worker_byte_s=0,
+    copy_byte_s=0,
+)
 """Hosts that cost nothing: what is left is the links."""
 
 
@@ -194,6 +203,71 @@ def test_rows_that_several_of_a_node_s_workers_touch_leave_it_once(architecture:
     one_s, union_s, four_s = (predict(d).wire_s for d in (asked, aggregated, each))
     assert union_s == pytest.approx((1 - 0.7**4) / 0.3 * one_s, rel=0.01)
     assert four_s == pytest.approx(4 * one_s, rel=0.01)
+
+
+RELAYING = replace(IDEAL, relay_byte_s=1e-8, relay_worker_byte_s=2e-8)
+
+
+@pytest.mark.parametrize("servers", [0, 2])
+def test_a_node_s_relays_take_turns_on_one_processor(servers: int) -> None:
+    asked = deployment(
+        architecture="ps" if servers else "p2p",
+        dedicated_servers=servers,
+        workers_per_node=4,
+        rate_bits_per_s=1e12,
+        hosts=RELAYING,
+    )
+    predicted = predict(asked)
+    assert predicted.relays_s == pytest.approx(4e6 * (1e-8 + 4 * 2e-8))  # 0.36 s
+    assert predicted.step_s == pytest.approx(0.36, rel=0.01)
+    assert predicted.limited_by == "relays"
+    assert predicted.saved_s["relays"] == pytest.approx(0.36, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"workers_per_node": 1},
+        {"workers_per_node": 4, "local_aggregation": False},
+        {"workers_per_node": 4, "architecture": "ring"},
+        {"workers_per_node": 4, "architecture": "ddp"},
+        {"workers_per_node": 4, "architecture": "hybrid"},  # no rows
+    ],
+)
+def test_where_nothing_is_relayed_relays_cost_nothing(changes: dict[str, Any]) -> None:
+    asked = deployment(hosts=RELAYING, **changes)
+    predicted = predict(asked)
+    assert (predicted.relays_s, predicted.saved_s["relays"]) == (0.0, 0.0)
+    assert predicted.step_s == step_s(replace(asked, hosts=IDEAL))
+
+
+def test_the_most_urgent_push_passes_a_busy_relay_first() -> None:
+    """Of three arrays that are ready at once the first layer's is complete before the others."""
+    asked = deployment(layers=layers(2_500, 2_500, 2_500), workers_per_node=2, nodes=2)
+    asked = replace(asked, rate_bits_per_s=1e12, hosts=replace(IDEAL, relay_byte_s=1e-5))
+    assert served.complete_s(asked, [0.0] * 3, 0.0) == pytest.approx([0.15, 0.2, 0.3], rel=0.01)
+    fifo = replace(asked, preset="slicing")
+    assert served.complete_s(fifo, [0.0] * 3, 0.0) == pytest.approx([0.2, 0.25, 0.3], rel=0.01)
+
+
+@pytest.mark.parametrize("architecture", ["p2p", "hybrid"])
+def test_relays_sum_each_worker_s_rows_and_push_on_each_row_once(architecture: Any) -> None:
+    table = Table(layer=0, elems=5_000_000, row_elems=100, alpha=0.3)
+    dense_bytes = 0.0 if architecture == "hybrid" else 400.0
+    asked = deployment(
+        architecture=architecture,
+        layers=layers(100),
+        tables=[table],
+        workers_per_node=4,
+        rate_bits_per_s=1e12,
+        hosts=RELAYING,
+    )
+    rows_bytes = 50_000 * 408
+    expected_s = rows_bytes * ((1 - 0.7**4) * 1e-8 + 4 * 0.3 * 2e-8) + dense_bytes * 9e-8
+    predicted = predict(asked)
+    assert predicted.relays_s == pytest.approx(expected_s, rel=1e-6)
+    assert predicted.step_s == pytest.approx(expected_s, rel=0.01)
+    assert predicted.limited_by == "relays"
 
 
 @pytest.mark.parametrize("architecture", ["p2p", "hybrid"])

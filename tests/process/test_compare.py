@@ -123,7 +123,7 @@ def test_a_script_that_ends_early_is_counted_as_far_as_it_goes(
     """Tidy: it has a process group, and ends that and the session itself."""
     found = comparing("5", end, systems=(DDP, "p3"))
     assert [row.steps for row in found.rows] == [3, 3]
-    assert "ends by itself: 3 steps count in a run, not 6" in found.notices[0]
+    assert "ends by itself: of a run 3 steps count, not 6" in found.notices[0]
     assert [row.losses for row in found.rows] == ["equal", "equal"]
 
 

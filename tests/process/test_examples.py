@@ -78,7 +78,7 @@ def test_several_workers_per_node(zygote: Zygote, tmp_path: Path) -> None:
         two = {"FOREPROP_WORKERS_PER_NODE": "2"}
         start(run, zygote, "train_transformer.py", "--epochs", "1", ranks=4, **two)
         ended(run, 4)
-        assert "4 workers on 2 node(s)" in run.output()
+        assert "4 workers on 2 nodes" in run.output()
         run.check_nothing_left()
 
 

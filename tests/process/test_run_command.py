@@ -300,7 +300,7 @@ def test_it_trains(zygote: Zygote, tmp_path: Path) -> None:
         assert run.codes() == [0], run.output()
         assert len({result["sha256"] for result in run.results().values()}) == 1
         assert sorted(run.results()) == [0, 1]
-        assert "[0] foreprop: 2 workers on 2 node(s), 2 server(s)" in run.output()
+        assert "[0] foreprop: 2 workers on 2 nodes, 2 servers" in run.output()
         run.check_nothing_left()
 
 

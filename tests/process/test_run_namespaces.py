@@ -58,7 +58,7 @@ def test_it_trains_on_two_hosts(zygote: Zygote, tmp_path: Path, cluster: Cluster
         assert run.codes() == [0], run.output()
         assert sorted((tmp_path / "logins").read_text().split()) == addresses
         assert f"address {addresses[0]}" in run.output()
-        assert "[0] foreprop: 2 workers on 2 node(s), 2 server(s)" in run.output()
+        assert "[0] foreprop: 2 workers on 2 nodes, 2 servers" in run.output()
         assert sorted(run.results()) == [0, 1]
         assert len({result["sha256"] for result in run.results().values()}) == 1
         run.check_nothing_left()

@@ -98,7 +98,7 @@ def test_servers_are_not_ended_by_who_ends_all_processes(zygote: Zygote, tmp_pat
     """Slurm's scancel sends SIGTERM to servers, too, whose workers may want to save first."""
     scenario = Scenario(steps=40, pause_s=0.02)
     with workers(zygote, tmp_path, 2, scenario, fork=1) as run:
-        wait_for(lambda: "2 server(s)" in run.output(), run)
+        wait_for(lambda: "2 servers" in run.output(), run)
         servers = [process for process in run.ours() if process not in run.started]
         assert len(servers) == 2
         for server in servers:

@@ -111,7 +111,7 @@ def test_it_serves_a_training(zygote: Zygote, tmp_path: Path) -> None:
         run.wait()
         assert run.codes() == [0, 0, 0], run.output()
         assert len({result["sha256"] for result in run.results().values()}) == 1
-        assert "2 server(s) dedicated" in run.output()
+        assert "2 servers dedicated" in run.output()
         assert run.output().count(" is done") == 2
         run.check_nothing_left()
 

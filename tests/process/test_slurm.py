@@ -96,7 +96,7 @@ def test_the_recipes_job_trains_on_two_nodes(tmp_path: Path) -> None:
         results = run.results()
         assert sorted(results) == [0, 1]
         assert len({result["sha256"] for result in results.values()}) == 1, run.output()
-        assert "2 workers on 2 node(s), 2 server(s)" in run.output()
+        assert "2 workers on 2 nodes, 2 servers" in run.output()
         run.check_nothing_left()
 
 

@@ -48,7 +48,7 @@ def test_torchrun_on_one_node(zygote: Zygote, tmp_path: Path, ranks: int) -> Non
         run.wait()
         assert run.codes() == [0], run.output()
         the_sum(run, ranks)
-        assert f"{ranks} workers on 2 node(s), 2 server(s)" in run.output()
+        assert f"{ranks} workers on 2 nodes, 2 servers" in run.output()
         run.check_nothing_left()
 
 
@@ -62,7 +62,7 @@ def test_two_torchruns_as_two_nodes(zygote: Zygote, tmp_path: Path, sums: dict[s
         run.wait()
         assert run.codes() == [0, 0], run.output()
         agree(sums, 2, the_sum(run, 2))
-        assert "2 workers on 2 node(s), 2 server(s)" in run.output()
+        assert "2 workers on 2 nodes, 2 servers" in run.output()
         run.check_nothing_left()
 
 
@@ -83,7 +83,7 @@ def test_dedicated_servers_join_by_the_workers_rendezvous(
         run.wait()
         assert run.codes() == [0, 0, 0], run.output()
         agree(sums, 2, the_sum(run, 2))
-        assert "2 server(s) dedicated" in run.output()
+        assert "2 servers dedicated" in run.output()
         assert run.output().count(" is done") == 2
         run.check_nothing_left()
 

@@ -92,8 +92,8 @@ def test_a_run_gets_metrics_over_the_sessions_own_steps() -> None:
 @pytest.mark.parametrize(
     ("module", "make", "extra"),
     [
-        ("torch.utils.tensorboard", TensorBoard, r"foreprop\[tensorboard\]"),
-        ("wandb", WeightsAndBiases, r"foreprop\[wandb\]"),
+        ("torch.utils.tensorboard", TensorBoard, r"'\.\[tensorboard\]'"),
+        ("wandb", WeightsAndBiases, r"'\.\[wandb\]'"),
     ],
 )
 def test_what_is_not_installed_is_told(

@@ -133,7 +133,7 @@ WRONG = [
         ["config", "slice_elem=1"],
         "no setting is called 'slice_elem'; did you mean 'slice_elems'?",
     ),
-    (["config", "xyz=1"], "no setting is called 'xyz'; there are architecture, "),
+    (["config", "xyz=1"], "no setting is called 'xyz'; `foreprop config --all` lists them"),
     (["report", "nowhere"], "directory: dir 'nowhere' does not exist; see"),
     (["run", "nowhere.py"], "script is 'nowhere.py'; there is no such file in "),
     (["run", "--dry-run", "--ssh", "", "x.py"], "--ssh is ''; it must begin with"),
@@ -265,15 +265,15 @@ def test_presets_are_separated_by_commas() -> None:
 
 # Settings.
 def shown_settings(*arguments: str) -> dict[str, tuple[str, str]]:
-    """Value and source of every setting that ``foreprop config`` shows."""
-    result = invoke("config", *arguments)
+    """Value and source of every setting."""
+    result = invoke("config", "--all", *arguments)
     assert result.exit_code == 0
     rows = [re.split(r"\s{2,}", line.strip()) for line in result.output.splitlines()[1:]]
     return {row[0]: (row[1], row[2]) for row in rows if len(row) > 3}
 
 
 def test_config_shows_every_setting_with_value_source_and_meaning() -> None:
-    output = invoke("config").output
+    output = invoke("config", "--all").output
     shown = shown_settings()
     assert list(shown) == [spec.name for spec in fields(Config)]
     for spec in fields(Config):
@@ -293,6 +293,27 @@ def test_config_shows_where_each_value_came_from(monkeypatch: pytest.MonkeyPatch
     assert shown["step_timeout_s"] == ("7.5 s", "environment")
     assert shown["placement"] == ("kvstore", "preset kvstore")
     assert shown["join_timeout_s"] == ("120 s", "default")
+
+
+def test_config_shows_what_differs_from_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = "settings have their defaults: `foreprop config --all` shows them."
+    assert invoke("config").output == f"All {rest}\n"
+    monkeypatch.setenv("FOREPROP_SLICE_ELEMS", "300")
+    monkeypatch.setenv("FOREPROP_ORDER", "priority")  # as it is anyway
+    lines = invoke("config", "--preset", "slicing", "interface=eth1").output.splitlines()
+    assert [re.split(r"\s{2,}", line.strip()) for line in lines] == [
+        ["setting", "value"],
+        ["slice_elems", "300 elements (environment)"],
+        ["interface", "eth1 (argument)"],
+        [f"All other {rest}"],
+    ]
+    monkeypatch.delenv("FOREPROP_SLICE_ELEMS")
+    lines = invoke("config", "--preset", "wfbp", "order=fifo").output.splitlines()
+    assert [line.rstrip() for line in lines[1:-1]] == [
+        "granularity  array (preset wfbp)",
+        "order        fifo (argument)",
+        "placement    balanced (preset wfbp)",
+    ]
 
 
 def test_a_misspelt_setting_is_told_which_is_meant(
@@ -381,6 +402,7 @@ def test_a_command_from_the_clone_says_that_it_needs_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("foreprop.cli.clone.REPOSITORY", tmp_path)
+    monkeypatch.chdir(tmp_path)
     for arguments in (["bench", "wire", "--slices", "5"], ["lab", "mlp", "--help"]):
         assert run_main(monkeypatch, *arguments) == 1
         error = capsys.readouterr().err
@@ -399,8 +421,50 @@ def test_a_library_that_is_missing_is_named_with_the_extra(
     for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
         monkeypatch.delitem(sys.modules, name)
     assert run_main(monkeypatch, "bench") == 1
-    told = "needs no_such_library, which is not installed: pip install 'foreprop[lab]'"
+    told = "needs no_such_library, which is not installed: pip install '.[lab]' in a clone"
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "extra"),
+    [("report", "jinja2", "report"), ("demo", "jinja2", "report")],
+)
+def test_a_command_of_the_package_names_the_extra_that_it_needs(
+    command: str,
+    missing: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ours = [name for name in sys.modules if name.startswith(("foreprop.report", "foreprop.demo"))]
+    for name in [*ours, f"foreprop.cli.{command}"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert run_main(monkeypatch, command, "--steps", "3") == 1
+    told = f"`foreprop {command}` needs {missing}, which is not installed: pip install '.[{extra}]'"
+    assert told in capsys.readouterr().err
+
+
+def test_a_command_from_the_clone_is_found_in_the_clone_s_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After ``pip install '.[lab]'``, without -e."""
+    from foreprop.cli.clone import NotInstalled, load
+
+    monkeypatch.setattr("foreprop.cli.clone.REPOSITORY", tmp_path / "lib")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(NotInstalled, match="in a clone, run pip install"):
+        load("aclone.command:main", "`foreprop lab it`")
+    clone = tmp_path / "clone"
+    for folder in ("src/foreprop", "aclone"):
+        (clone / folder).mkdir(parents=True)
+    (clone / "aclone" / "__init__.py").touch()
+    (clone / "aclone" / "command.py").write_text("main = 3\n")
+    monkeypatch.chdir(clone)
+    with pytest.raises(NotInstalled):  # a folder that only looks like one
+        load("aclone.command:main", "`foreprop lab it`")
+    (clone / "src" / "foreprop" / "version.py").touch()
+    assert load("aclone.command:main", "`foreprop lab it`") == 3
 
 
 # One vocabulary.

@@ -66,7 +66,7 @@ def test_numbers_of_servers_that_are_no_faster_are_one_line(plan: Any) -> None:
     output = plan("--rate", "300Mbit", "--servers", "0..6").stdout
     rows = [line.strip(" *").split() for line in output.splitlines() if "%" in line]
     assert [row[2] for row in rows if row[:2] == ["ps", "p3"]] == ["4", "3", "2", "1"]
-    assert "More than 4 dedicated servers are no faster.\n" in output
+    assert "More dedicated servers than 4 are no faster.\n" in output
     assert "* Use ps p3, 4 servers" in output
     made = msgspec.json.decode(plan("--servers", "0,6", "--json").stdout, type=Plan)
     assert {f.candidate.servers for f in made.forecasts} == {0, 6}

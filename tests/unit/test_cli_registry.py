@@ -230,7 +230,7 @@ def test_a_help_that_does_not_fit_keeps_its_headings_and_examples() -> None:
 
 @pytest.mark.parametrize("columns", ["60", "200"])
 def test_what_is_piped_is_never_wrapped(columns: str) -> None:
-    output = CliRunner().invoke(app, ["config"], env={"COLUMNS": columns}).output
+    output = CliRunner().invoke(app, ["config", "--all"], env={"COLUMNS": columns}).output
     (line,) = [line for line in output.splitlines() if line.startswith("slice_elems ")]
     told = next(
         spec["meaning"]

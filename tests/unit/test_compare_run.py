@@ -126,7 +126,7 @@ def test_runs_with_other_random_numbers_are_told(tmp_path: Path) -> None:
 
     found = compare(REQUEST, Script(ranks), tmp_path)
     assert any("draws other random numbers" in notice for notice in found.notices)
-    assert any("2 steps count in a run, not 4" in notice for notice in found.notices)
+    assert any("of a run 2 steps count, not 4" in notice for notice in found.notices)
     assert found.rows[2].losses == "other draws"
 
 

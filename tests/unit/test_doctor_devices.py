@@ -146,9 +146,9 @@ def test_a_device_for_each_worker_near_the_network_is_no_finding() -> None:
 def test_fewer_devices_than_workers() -> None:
     (finding,) = found_with(4, devices=GPUS, visible_devices="0,1", threads="2")
     assert (finding.severity, finding.check) == ("warning", "devices")
-    assert "node0, node1: 4 worker(s), but torch sees 2 device(s)" in finding.found
+    assert "node0, node1: 4 workers, but torch sees 2 devices" in finding.found
     assert "CUDA_VISIBLE_DEVICES is '0,1'" in finding.found
-    assert "start 2 worker(s) there" in finding.advice
+    assert "start 2 workers there" in finding.advice
 
 
 def test_devices_far_from_the_network() -> None:

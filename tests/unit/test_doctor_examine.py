@@ -207,7 +207,7 @@ def test_the_report_has_hosts_pairs_and_findings() -> None:
     text = shown(examination(alone=flows(3, _0_1=0.1)))
     assert "node2" in text
     assert "10.0.0.3" in text
-    assert "foreprop 0.1.0, torch 2.13.0, Python 3.11.7 on 3 host(s)" in text
+    assert "foreprop 0.1.0, torch 2.13.0, Python 3.11.7 on 3 hosts" in text
     assert "100 Mbit/s" in text
     assert "warning  node0 sends to node1 at 100 Mbit/s" in text
     assert "-> see the link's negotiated speed" in text

@@ -382,11 +382,11 @@ def test_buffers_too_small_for_rate_times_round_trip(change: dict[str, int], fou
 @pytest.mark.parametrize(
     ("workers", "threads", "severity", "found"),
     [
-        (1, "16", "warning", "1 worker(s) with 16 thread(s) each share 8 CPU(s)"),
-        (2, "8", "warning", "2 worker(s) with 8 thread(s) each share 8 CPU(s)"),
+        (1, "16", "warning", "1 worker with 16 threads each, on 8 CPUs"),
+        (2, "8", "warning", "2 workers with 8 threads each, on 8 CPUs"),
         (2, "many", "warning", "OMP_NUM_THREADS is 'many', which is no number"),
-        (2, None, "hint", "2 worker(s) with 1 thread(s) each use 2 of 8 CPUs"),
-        (1, "2", "hint", "1 worker(s) with 2 thread(s) each use 2 of 8 CPUs"),
+        (2, None, "hint", "2 workers with 1 thread each, 2 of 8 CPUs"),
+        (1, "2", "hint", "1 worker with 2 threads each, 2 of 8 CPUs"),
     ],
 )
 def test_threads_that_do_not_fit(
@@ -412,9 +412,7 @@ def test_numbers_of_cpus_that_differ() -> None:
 
 def test_a_busy_host() -> None:
     finding = only(find(examination(spoilt={1: {"load": 9.5}})), "hint", "processors")
-    assert "node1: busy: in the last minute 9.5 threads wanted to run on 8 CPU(s)" in (
-        finding.found
-    )
+    assert "node1: busy: in the last minute 9.5 threads wanted to run on 8 CPUs" in (finding.found)
 
 
 def test_what_is_the_same_on_several_hosts_is_one_finding() -> None:

@@ -135,3 +135,14 @@ def test_texts_are_put_together_and_values_left_out(script: dict[str, Any], tmp_
         ("path", "PeerLost", "rank … is late"),
         ("path", script["PART"], "no"),
     ]
+
+
+def test_no_message_leaves_the_plural_open() -> None:
+    """`foreprop.quantities.counted` knows it."""
+    open_ended = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in (ROOT / "src").rglob("*.py")
+        for line in path.read_text().splitlines()
+        if re.search(r"\} \w+\(s\)", line)
+    ]
+    assert open_ended == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from foreprop.errors import ConfigError
 from foreprop.model.planner import Candidate, PlanSetting, forecast
 from foreprop.observe.trace import TraceRecorder
 from foreprop.report.job import (
+    Predicted,
     WorkerSteps,
     busiest_rate,
     find_straggler,
@@ -168,6 +170,24 @@ def test_the_page_has_the_sentence_and_a_panel_for_each_worker(folder: Path) -> 
     assert "slice 0" in page
     assert "400 KB" in page or "200 KB" in page
     assert "http" not in page.replace("http-equiv", ""), "a page needs no network"
+
+
+@pytest.mark.parametrize(
+    ("about", "awaited"),
+    [
+        ({"nodes": 2}, "the network"),
+        ({"nodes": 1}, "others on its machine"),  # where no link is in the way
+        ({}, "others"),
+    ],
+)
+def test_only_machines_wait_for_a_network(
+    about: dict[str, Any], awaited: str, folder: Path
+) -> None:
+    job = dataclasses.replace(
+        read_job(Asked(folder=folder)), about=about, predicted=Predicted(why_not="said elsewhere")
+    )
+    sentence = job.headline.replace("\N{NO-BREAK SPACE}", " ")
+    assert sentence == f"A step takes 100 ms, of which 10% waits for {awaited}"
 
 
 def test_workers_and_steps_can_be_chosen(folder: Path) -> None:

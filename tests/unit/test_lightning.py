@@ -67,7 +67,7 @@ def test_every_overridden_hook_is_checked() -> None:
 
 
 def test_lightning_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"pip install 'foreprop\[lightning\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[lightning\]'"):
         lightningparts.find("no_such_lightning.pytorch", "", "Trainer")
 
 

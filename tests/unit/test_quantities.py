@@ -11,6 +11,7 @@ from told import error_of
 
 from foreprop.errors import ConfigError
 from foreprop.quantities import (
+    counted,
     maybe_ends,
     parse_count,
     parse_counts,
@@ -154,3 +155,17 @@ def test_a_rate_that_was_written_is_read_back_to_three_digits(bits_per_s: float)
 @given(st.floats(min_value=1e-8, max_value=1e6))
 def test_a_time_that_was_written_is_read_back_to_three_digits(seconds: float) -> None:
     assert parse_time("time", time_text(seconds)) == pytest.approx(seconds, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [
+        (0, "server", "0 servers"),
+        (1, "server", "1 server"),
+        (2, "server", "2 servers"),
+        (1, "batch", "1 batch"),
+        (10_000, "batch", "10,000 batches"),
+    ],
+)
+def test_one_is_no_plural(count: int, noun: str, text: str) -> None:
+    assert counted(count, noun) == text

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
+import json
+import math
 import re
 import runpy
 from pathlib import Path
@@ -11,6 +14,8 @@ from typing import Any
 
 import typer
 import yaml
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 import foreprop
 from foreprop.cli.main import app
@@ -185,9 +190,109 @@ def test_the_chart_of_the_readme_shows_its_figures() -> None:
         assert at_balance["p3"] <= max(y for x, y in chart["limit"](panel) if x <= 1.03)
 
 
+def drawn_lines(chart: dict[str, Any]) -> list[dict[str, Any]]:
+    """By panel and label."""
+    figure = Figure()
+    chart["draw"](figure)
+    return [{str(line.get_label()): line for line in axes.lines} for axes in figure.axes]
+
+
+def test_the_chart_of_the_readme_joins_and_shows_only_what_was_measured() -> None:
+    chart = runpy.run_path(str(ROOT / "scripts" / "ddp_chart.py"))
+    assert "No schedule\ncan beat the black line" in (ROOT / "README.md").read_text()
+    for model, lines in zip(chart["MODELS"], drawn_lines(chart), strict=True):
+        limit, plain = lines["the limit"], lines["DDP"]
+        assert (limit.get_linestyle(), to_hex(limit.get_color())) == ("-", chart["INK"])
+        best = lines["DDP, best of several bucket sizes"]
+        assert best.get_linestyle() == "None"
+        usual = dict(zip(plain.get_xdata(), plain.get_ydata(), strict=True))
+        shown = {
+            x: y
+            for x, y in zip(best.get_xdata(), best.get_ydata(), strict=True)
+            if not math.isnan(y)
+        }
+        assert sorted(shown) == sorted(
+            x for x, _ in chart["points"](chart["panels"]()[model], "ddp-tuned")
+        )
+        assert len(shown) == 3 < len(usual)
+        assert all(y >= usual[x] for x, y in shown.items())  # the usual size is one of several
+
+
+def test_the_best_of_several_is_at_least_the_usual_one() -> None:
+    chart = runpy.run_path(str(ROOT / "scripts" / "ddp_chart.py"))
+    curves = {"ddp": [(1, 0.7), (2, 0.9)], "ddp-tuned": [(1, 0.6), (2, 0.95), (3, 0.5)]}
+    panel = {
+        "axis": {"second_ticks": [[1, "1"]]},
+        "limit": [[1, 1]],
+        "curves": [
+            {"system": name, "points": [{"x": x, "throughput": y} for x, y in points]}
+            for name, points in curves.items()
+        ],
+    }
+    assert chart["shown_points"](panel, "ddp-tuned") == [(1, 0.7), (2, 0.95), (3, 0.5)]
+    assert chart["shown_points"](panel, "ddp") == curves["ddp"]
+
+
 def test_the_readme_has_the_two_commands() -> None:
     readme = (ROOT / "README.md").read_text()
     assert re.findall(r"^    (make \w+) +#", readme, flags=re.MULTILINE) == [
         "make demo",
         "make test",
     ]
+
+
+MODULES = re.compile(r"python3? -m ((?:benchmarks|experiments|foreprop|tests|scripts)[\w.]*)")
+
+
+def test_every_module_that_a_page_runs_is_there_to_be_run() -> None:
+    """As ``-m``: a file of benchmarks or experiments does not find the others by its path."""
+    by_path = [
+        f"{page.name}: {found}"
+        for page, text in TEXTS.items()
+        for found in re.findall(r"python3? (?:benchmarks|experiments|tests)/\S+", text)
+    ]
+    assert by_path == []
+    named = {name for text in TEXTS.values() for name in MODULES.findall(text)}
+    assert len(named) > 10
+    for name in named:
+        path = ROOT / ("src" if name.startswith("foreprop") else "") / name.replace(".", "/")
+        file = (
+            path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__main__.py"
+        )
+        assert file.is_file(), name
+        assert file.name == "__main__.py" or "__main__" in file.read_text(), name
+
+
+def curves_of_figure_1() -> dict[str, dict[str, dict[float, float]]]:
+    """Throughput by rate, by model and system."""
+    data = json.loads((DOCS / "results" / "figure-1-bandwidth.json").read_text())
+    return {
+        panel["title"]: {
+            curve["system"]: {point["x"]: point["throughput"] for point in curve["points"]}
+            for curve in panel["curves"]
+        }
+        for panel in data
+    }
+
+
+def knee(curve: dict[float, float], share: float = 0.97) -> float:
+    """The least rate with so much of the highest throughput, between two that were measured."""
+    wanted = share * max(curve.values())
+    for (low, below), (high, above) in itertools.pairwise(sorted(curve.items())):
+        if below < wanted <= above:
+            return low + (high - low) * (wanted - below) / (above - below)
+    raise AssertionError(curve)
+
+
+def test_what_the_papers_page_says_of_network_and_slicing_is_what_was_measured() -> None:
+    page, curves = (DOCS / "papers.md").read_text(), curves_of_figure_1()
+    ours, theirs = (knee(curves["ResNet-50"][system]) for system in ("p3", "kvstore"))
+    told = f"at {ours:.2f} Gbit/s, with `kvstore` at {theirs:.2f}: {theirs / ours:.2f} |"
+    assert told in page
+    gains = [
+        max(of["slicing"][rate] / of["kvstore"][rate] for rate in of["kvstore"])
+        for of in (curves[model] for model in ("ResNet-50", "InceptionV3", "VGG-19", "Sockeye"))
+    ]
+    first, second, *others = (f"{gain:.2f}" for gain in gains)
+    assert f"up to {first} and {second} over `kvstore`" in page
+    assert "VGG-19 ({}) and Sockeye ({})".format(*others) in page

@@ -200,7 +200,7 @@ def test_a_range_of_nodes_has_one_try_with_the_first_that_answer(
 
 
 def test_more_hosts_than_there_are() -> None:
-    with pytest.raises(ConfigError, match="min_hosts is 4, and there are 3 hosts"):
+    with pytest.raises(ConfigError, match="min_hosts is 4, of 3 hosts"):
         Restarts(plan(), io.BytesIO(), io.BytesIO(), say=print, least_hosts=4)
 
 

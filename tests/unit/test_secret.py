@@ -160,6 +160,14 @@ def test_several_machines_without_a_secret_are_told_once(
     assert capfd.readouterr().err.count("no secret is set: whoever can reach") == told
 
 
+def test_in_a_network_of_its_own_a_job_needs_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(World, "private_network", True)
+    session_board(world_of(HashStore(), 0, 2, "10.0.0.1"), Config())
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("host", "rank", "told"), [("10.0.0.1", 0, 1), ("10.0.0.1", 1, 0), ("127.0.0.1", 0, 0)]
 )

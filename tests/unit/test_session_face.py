@@ -74,4 +74,4 @@ def test_the_line_at_the_start_names_the_preset(settings: dict[str, Any], told: 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0], **settings) as session:
         assert told in session.describe()
-        assert session.describe().startswith("1 workers on 1 node(s), 1 server(s) beside")
+        assert session.describe().startswith("1 worker on 1 node, 1 server beside")

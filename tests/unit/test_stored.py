@@ -325,5 +325,5 @@ def test_a_session_that_is_not_there(tmp_path: Path) -> None:
     unfinished.write_part(0, {SHARED: WHOLE})
     files.finish(unfinished, 1, keep=1)
     assert files.open(100).session(SHARED, 0) == WHOLE["sessions"][0]  # type: ignore[index]
-    with pytest.raises(ConfigError, match=r"shared\.pt is of 1 session\(s\), and .* number 2"):
+    with pytest.raises(ConfigError, match=r"shared\.pt is of 1 session, and .* number 2"):
         files.open(100).session(SHARED, 1)

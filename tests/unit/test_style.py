@@ -7,6 +7,7 @@ Deficiency" (2009), severity 1.0, on linear RGB; differences are CIE76, in CIELA
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from foreprop.report.style import (
     VARIANTS,
     lighter,
     style_of,
+    with_gaps,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -151,3 +153,11 @@ def test_the_committed_charts_have_todays_colours(name: str) -> None:
     for system in ("p3", "ddp"):
         assert STYLES[system].light in text
     assert "emulated link rate" not in text
+
+
+def test_a_line_has_gaps_where_others_were_measured() -> None:
+    xs, ys = with_gaps([(1.0, 5.0), (3.0, 6.0), (4.0, 7.0)], {1.0, 2.0, 3.0})
+    assert xs == [1.0, 2.0, 3.0, 4.0]
+    assert [y for y in ys if not math.isnan(y)] == [5.0, 6.0, 7.0]
+    assert math.isnan(ys[1])
+    assert with_gaps([(2.0, 1.0)], [2.0]) == ([2.0], [1.0])

@@ -345,3 +345,35 @@ def test_times_of_nothing_but_zeros_are_refused(tmp_path: Path) -> None:
     path = file_of(tmp_path, {"model": "mine", "arrays_in_forward_order": [array]})
     with pytest.raises(ConfigError, match="forward_s and backward_s are 0 for all arrays"):
         read_profile(path)
+
+
+def timed(*arrays: tuple[str, float]) -> list[tuple[str, ...]]:
+    """Which arrays are a layer, by name and forward time."""
+    profile = Profile(
+        name="timed",
+        arrays=tuple(
+            ProfiledArray(name=name, shape=(2,), forward_s=time_s, backward_s=time_s)
+            for name, time_s in arrays
+        ),
+    )
+    layers = profile.layers(scale=1, compute_s=2.0)
+    names = [tuple(array.name for array in own) for own in profile.arrays_by_layer()]
+    assert sum(layer.forward_s + layer.backward_s for layer in layers) == pytest.approx(2.0)
+    assert [len(layer.sizes_elems) for layer in layers] == [*map(len, names)]
+    return names
+
+
+def test_arrays_without_times_of_their_own_belong_to_their_module_s_operation() -> None:
+    assert timed(("a.weight", 1.0), ("a.bias", 0.0), ("b.weight", 2.0)) == [
+        ("a.weight", "a.bias"),
+        ("b.weight",),
+    ]
+    assert timed(("a.bias", 0.0), ("a.weight", 1.0), ("a.late", 0.0)) == [
+        ("a.bias", "a.weight", "a.late")
+    ]
+    assert timed(("a.one", 1.0), ("a.two", 2.0)) == [("a.one",), ("a.two",)]
+    assert timed(("words", 0.0), ("b.weight", 2.0), ("c.bias", 0.0)) == [
+        ("words",),
+        ("b.weight",),
+        ("c.bias",),
+    ]

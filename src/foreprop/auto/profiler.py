@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import statistics
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from foreprop.auto.attribution import Attribution, attribute
@@ -101,11 +103,42 @@ def profile_from(
     ]
     return Profile(
         name=name,
-        arrays=tuple(arrays),
+        arrays=tuple(_by_operation(arrays)),
         note=note,
         before_first_use_s=found.before_first_use_s,
         after_last_gradient_s=found.after_last_gradient_s,
     )
+
+
+_AT_ONCE_S, _AT_ONCE_SHARE = 20e-6, 0.02
+"""Between the first uses of two arrays of a module: they are one operation's, if it is no more, or
+no more of the time until the next one's."""
+
+
+def _by_operation(arrays: Sequence[ProfiledArray]) -> Iterator[ProfiledArray]:
+    """As they are, but an operation's time stands at its largest array.
+
+    By first uses it is the last one's, a bias's mostly.
+    """
+    left = list(arrays)
+    while left:
+        count = 1
+        while count < len(left) and _is_used_with(left[count - 1], left[count]):
+            count += 1
+        operation, left = left[:count], left[count:]
+        largest = max(operation, key=lambda array: math.prod(array.shape))
+        forward_s = sum(array.forward_s or 0.0 for array in operation)
+        backward_s = sum(array.backward_s or 0.0 for array in operation)
+        for array in operation:
+            times = (forward_s, backward_s) if array is largest else (0.0, 0.0)
+            yield msgspec.structs.replace(array, forward_s=times[0], backward_s=times[1])
+
+
+def _is_used_with(array: ProfiledArray, following: ProfiledArray) -> bool:
+    modules = [each.name.rpartition(".")[0] for each in (array, following)]
+    own_s = array.forward_s or 0.0
+    most_s = max(_AT_ONCE_S, _AT_ONCE_SHARE * (following.forward_s or 0.0))
+    return modules[0] == modules[1] and own_s <= most_s
 
 
 class _Measurement:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo, WireDtype, wire_dtype_of
 from foreprop.core.parallax import Topology, Traffic, prefers_servers, traffic
+from foreprop.quantities import counted
 
 _HEADINGS = ("parameter", "size", "alpha", "choice", "servers", "all-gather", "all-reduce")
 
@@ -53,7 +54,7 @@ def describe_routes(choices: Sequence[RouteChoice], topology: Topology) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     head = (
         f"embeddings, with bytes per step over the busiest link, each way"
-        f" ({topology.workers} workers):\n"
+        f" ({counted(topology.workers, 'worker')}):\n"
     )
     return head + "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

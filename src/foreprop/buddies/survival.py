@@ -44,6 +44,7 @@ from foreprop.errors import (
 from foreprop.link.connection import EMPTY, Connection, FrameOwner, nothing
 from foreprop.link.stream import Stream
 from foreprop.path.ending import GOODBYE_S
+from foreprop.quantities import counted
 
 if TYPE_CHECKING:
     from foreprop.path.worker import WorkerEngine
@@ -368,7 +369,9 @@ class Survival:
             *(self._engine.rank, loss.server, told.node, took_s),
             "/".join(map(str, steps)),
             again,
-            f"; optimizer state is up to {max(behind)} steps older" if any(behind) else "",
+            f"; optimizer state is up to {counted(max(behind), 'step')} older"
+            if any(behind)
+            else "",
         )
 
     def close(self, *, failure: BaseException | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from foreprop.errors import ConfigError
+from foreprop.errors import ConfigError, how_to_install
 from foreprop.observe.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -56,6 +56,6 @@ def _make_writer(log_dir: str | os.PathLike[str] | None) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(
-            f"TensorBoard is not installed: pip install 'foreprop[tensorboard]' ({error})"
+            f"TensorBoard is not installed: {how_to_install('tensorboard')} ({error})"
         ) from error
     return SummaryWriter(None if log_dir is None else os.fspath(log_dir))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from foreprop.errors import ConfigError
+from foreprop.errors import ConfigError, how_to_install
 from foreprop.observe.metrics import Metrics
 
 
@@ -43,9 +43,7 @@ def _active_run() -> LoggingRun:
     try:
         import wandb
     except ImportError as error:
-        raise ConfigError(
-            f"wandb is not installed: pip install 'foreprop[wandb]' ({error})"
-        ) from error
+        raise ConfigError(f"wandb is not installed: {how_to_install('wandb')} ({error})") from error
     if wandb.run is None:
         raise ConfigError("no run of Weights & Biases is active: call wandb.init() before")
     run: LoggingRun = wandb.run

@@ -13,6 +13,7 @@ import torch
 from foreprop.checkpoints.savedsession import SavedSession
 from foreprop.checkpoints.stored import Checkpoint, CheckpointFolder
 from foreprop.errors import ConfigError
+from foreprop.quantities import counted
 
 
 def token_of(session: SavedSession) -> str:
@@ -58,7 +59,8 @@ def _prepare(folder: CheckpointFolder, resumed: Checkpoint | None) -> None:
     if there and not goes_on:
         if folder.newest(lambda text: None) is None:
             raise ConfigError(
-                f"{folder.path} has checkpoints of {len(there)} step(s), and none of them is whole:"
+                f"{folder.path} has checkpoints of {counted(len(there), 'step')}, and none of"
+                " them is whole:"
                 " there is nothing to go on from. Move them away, or name another folder"
             )
         raise ConfigError(

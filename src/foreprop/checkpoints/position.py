@@ -20,6 +20,7 @@ from foreprop.checkpoints.randomstates import (
     states_of,
 )
 from foreprop.errors import ConfigError
+from foreprop.quantities import counted
 
 State = dict[str, Any]
 
@@ -121,9 +122,11 @@ class LoaderPosition:
     def _divide(self, state: State, saved_by: int, world_size: int) -> str:
         if state["loader"]:
             raise ConfigError(
-                f"the checkpoint was made by {saved_by} ranks in the middle of an epoch, with a"
+                f"the checkpoint was made by {counted(saved_by, 'rank')} in the middle of an"
+                " epoch, with a"
                 " loader that saves its own position, which nobody can divide among"
-                f" {world_size}: go on with {saved_by} ranks, or from a checkpoint between epochs"
+                f" {world_size}: go on with {counted(saved_by, 'rank')}, or from a checkpoint"
+                " between epochs"
             )
         if 1 in (saved_by, world_size):  # whose loader draws another order
             self.batches, self._before, self._parts = 0, 0, []
@@ -197,7 +200,8 @@ class LoaderPosition:
                 continue
             if exact:
                 raise ConfigError(
-                    f"the checkpoint is after {saved['batches']} batches of epoch {self.epoch}, and"
+                    f"the checkpoint is after {counted(saved['batches'], 'batch')} of epoch"
+                    f" {self.epoch}, and"
                     f" the loader has only {number} now: give it the data and the batch size that"
                     " it had"
                 )

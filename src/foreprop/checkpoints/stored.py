@@ -28,6 +28,7 @@ from foreprop.checkpoints.contents import OwnPart, SharedPart, check_form
 from foreprop.core.manifest import MOST_PROCESSES
 from foreprop.durable import sync_folder, write_file
 from foreprop.errors import ConfigError, ForepropError
+from foreprop.quantities import counted
 
 INDEX = "index.json"
 SHARED = "shared.pt"
@@ -134,8 +135,8 @@ class Checkpoint:
         saved = self.read(name, SharedPart if name == SHARED else OwnPart)["sessions"]
         if number >= len(saved):
             raise ConfigError(
-                f"{path} is of {len(saved)} session(s), and this is number {number + 1} that goes"
-                " on from it"
+                f"{path} is of {counted(len(saved), 'session')}, and this is number {number + 1}"
+                " that goes on from it"
             )
         found: dict[str, Any] = saved[number]
         return found

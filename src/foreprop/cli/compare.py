@@ -24,6 +24,7 @@ from foreprop.compare.run import compare as run_comparison
 from foreprop.compare.systems import CONTENDERS, USUAL, check_systems
 from foreprop.config import Config
 from foreprop.errors import ConfigError
+from foreprop.quantities import counted
 from foreprop.run.plan import Plan
 from foreprop.run.run import Launcher, Outcome
 from foreprop.workload.records import write_records
@@ -68,7 +69,7 @@ def compare(
 
     The script needs foreprop's two lines and nothing else. It is started afresh for each system and
     round, on the hosts that `foreprop run` would take, and ended after some steps. The table has
-    throughput, time per step, the share that waits for the network, bytes, and whether the losses
+    throughput, time per step, the share that waits for others, bytes, and whether the losses
     agree step by step. docs/compare.md explains it.
 
     Examples:
@@ -192,10 +193,10 @@ def cells(row: Row, found: Comparison) -> tuple[str, ...]:
 
 def legend(found: Comparison) -> list[str]:
     """What the columns are."""
-    each = f"{found.workers} workers on {found.machines} machine(s)"
+    each = f"{counted(found.workers, 'worker')} on {counted(found.machines, 'machine')}"
     interfaces = {rank.interface for run in found.runs for rank in run.ranks if rank.interface}
     return [
-        f"{each}; {found.steps} steps after {found.warm_up}, median of all rounds.",
+        f"{each}; {counted(found.steps, 'step')} after {found.warm_up}, median of all rounds.",
         "waiting: what a step takes longer than alone, where no rank hears of another.",
         f"MB sent: by a machine over {', '.join(sorted(interfaces)) or 'its interface'}, whoever"
         " sends.",

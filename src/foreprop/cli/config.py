@@ -1,4 +1,4 @@
-"""``foreprop config``: every setting, its value, and where that came from."""
+"""``foreprop config``: settings, their values, and where these came from."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from foreprop.cli.output import console, print_json, print_table
-from foreprop.config import Config, did_you_mean
+from foreprop.cli.output import console, print_json, print_table, say
+from foreprop.config import Config
+from foreprop.config.checks import unknown_setting
 from foreprop.config.parsing import parse_setting
 from foreprop.config.sources import resolve_with_sources
 from foreprop.errors import ConfigError
@@ -25,15 +26,19 @@ def config(
         str | None,
         typer.Option(help="p3 (default), slicing, kvstore, wfbp, tensorflow or p3-2019."),
     ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every setting, where its value came from, what it means.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
-    """Show every setting: its value, where the value came from, and its meaning with its unit.
+    """Show the settings that differ from their defaults, or all of them with their meanings.
 
     A NAME=VALUE here beats the environment (FOREPROP_ and the name in capitals), which beats the
     preset, which beats the default. A script's parallelize() sees the same environment.
 
     Examples:
       foreprop config
+      foreprop config --all
       foreprop config --preset kvstore slice_elems=100000
       foreprop config --json
     """
@@ -49,8 +54,10 @@ def config(
                 for spec in fields(chosen)
             }
         )
-    else:
+    elif every:
         print_table(console(), settings_table(chosen, sources))
+    else:
+        _print_changed(chosen, sources)
 
 
 def settings_from(texts: list[str]) -> dict[str, Any]:
@@ -65,10 +72,28 @@ def settings_from(texts: list[str]) -> dict[str, Any]:
         if name == "preset":
             raise ConfigError(f"{text!r} is not a setting; write it as --preset {value}")
         if name not in names:
-            advice = did_you_mean(name, names) or f"; there are {', '.join(names)}"
-            raise ConfigError(f"no setting is called {name!r}{advice}")
+            raise unknown_setting(name, names)
         found[name] = parse_setting(name, value, hints[name])
     return found
+
+
+def _print_changed(chosen: Config, sources: dict[str, str]) -> None:
+    changed = [spec for spec in fields(chosen) if getattr(chosen, spec.name) != spec.default]
+    shown = _table("setting", "value")
+    for spec in changed:
+        value = value_text(spec.name, getattr(chosen, spec.name))
+        shown.add_row(spec.name, f"{value} ({sources[spec.name]})")
+    if changed:
+        print_table(console(), shown)
+    whose = "All other" if changed else "All"
+    say(console(), f"{whose} settings have their defaults: `foreprop config --all` shows them.")
+
+
+def _table(*headings: str) -> Table:
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in headings:
+        shown.add_column(heading, no_wrap=True)
+    return shown
 
 
 _UNITS = {"_bits_per_s": "bit/s", "_bytes": "bytes", "_elems": "elements", "_s": "s"}
@@ -89,9 +114,7 @@ _LEAST_MEANING = 30
 
 
 def settings_table(chosen: Config, sources: dict[str, str]) -> Table:
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("setting", "value", "from"):
-        shown.add_column(heading, no_wrap=True)
+    shown = _table("setting", "value", "from")
     shown.add_column("meaning", min_width=_LEAST_MEANING)
     for spec in fields(chosen):
         text = value_text(spec.name, getattr(chosen, spec.name))

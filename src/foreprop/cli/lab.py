@@ -17,6 +17,7 @@ from foreprop.cli.measured import (
     completed,
     compression_lines,
     keep,
+    over_ddp_lines,
     say_environment,
     say_notices,
     table,
@@ -73,6 +74,8 @@ def run(
         say(shown, line)
     say_environment(shown, setting)
     keep(shown, results, result.records)
+    for line in over_ddp_lines(result.records):
+        say(shown, line, "bold")
 
 
 def _build(setting: LabSetting) -> Build | None:

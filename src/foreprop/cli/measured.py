@@ -21,7 +21,7 @@ from foreprop.workload.limit import carried_bytes
 from foreprop.workload.links import parse_cross_traffic, parse_link_rates
 from foreprop.workload.profile import Profile, load_profile, profile_names, read_profile
 from foreprop.workload.records import Record, write_records
-from foreprop.workload.setting import RING, LabSetting, usual_compute_s
+from foreprop.workload.setting import DDP, DDP_TUNED, MXNET, RING, LabSetting, usual_compute_s
 from foreprop.workload.systemconfig import environment_text
 from foreprop.workload.systemnames import base_of
 from foreprop.workload.unevenness import parse_step_lengths
@@ -99,6 +99,25 @@ def _profile(model: str | None, path: Path | None) -> Profile:
     return read_profile(path)
 
 
+def _plain_ddp(records: Sequence[Record]) -> Record | None:
+    return next((record for record in records if record.system == DDP), None)
+
+
+def over_ddp_lines(records: Sequence[Record]) -> Iterator[str]:
+    """What the fastest of foreprop's systems is worth, if DDP was beside it."""
+    ddp = _plain_ddp(records)
+    ours = [record for record in records if base_of(record.system) not in (DDP, DDP_TUNED, *MXNET)]
+    if ddp is None or not ours:
+        return
+    best = min(ours, key=lambda record: record.typical_s)
+    steps = f"{time_text(best.typical_s)} per step instead of {time_text(ddp.typical_s)}"
+    bound = [record.system for record in (best, ddp) if record.cpu_bound]
+    if bound:
+        yield f"{best.system}, {steps} with ddp: CPU-bound ({', '.join(bound)}), so no speed-up."
+    else:
+        yield f"{best.system} is {ddp.typical_s / best.typical_s:.2f}x as fast as ddp: {steps}."
+
+
 def compression_lines(records: Sequence[Record]) -> Iterator[str]:
     """What the codecs of each system leave exact, and how long its devices compute."""
     for record in records:
@@ -143,14 +162,18 @@ def table(setting: LabSetting, records: list[Record]) -> Table:
         f" compute {first.compute_s:.{places - 1}f} s, limit {first.limit_s:.{places}f} s"
         + (f", staleness {first.staleness}" if first.staleness else "")
     )
-    for heading in ("system", "s/step", "p10-p90", "efficiency", "waiting s", "CPU s/GB", "CPUs"):
+    ddp = _plain_ddp(records)
+    headings = ["system", "s/step", "p10-p90", *["over ddp"] * (ddp is not None), "efficiency"]
+    for heading in (*headings, "waiting s", "CPU s/GB", "CPUs"):
         shown.add_column(heading, justify="left" if heading == "system" else "right")
     for record in records:
         step = record.iteration_s
+        over = [] if ddp is None else [f"{ddp.typical_s / record.typical_s:.2f}x"]
         shown.add_row(
             record.system,
             f"{step.median:.{places}f}",
             f"{step.p10:.{places}f}-{step.p90:.{places}f}",
+            *over,
             "CPU-bound" if record.cpu_bound else f"{record.efficiency:.3f}",
             f"{record.waiting_s:.{places}f}",
             "" if simulated else f"{record.cpu_s_per_gb:.1f}",

@@ -213,7 +213,7 @@ def _print(
     output.print_table(console, _forecasts_table(setting, shown, recommendation))
     say("efficiency: compute / step. link: how long the busiest link, or server, is busy.")
     if len(shown) < len(made):
-        say(f"More than {enough} dedicated servers are no faster.")
+        say(f"More dedicated servers than {enough} are no faster.")
     say(f"Without dedicated servers no schedule beats {time_text(setting.limit_s)} per step.")
     if names := setting.table_names:
         say(f"By rows: {names}. ddp gathers the rows; ring, ddp dense reduce all of the table.")

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from foreprop.cli.checked import CheckedCommand, is_cut
-from foreprop.cli.clone import load
+from foreprop.cli.clone import load, missing_extra
 
 TRAIN, DECIDE, MEASURE = "Train", "Decide and examine", "Measure"
 
@@ -74,7 +74,7 @@ COMMANDS = (
     Entry(
         "config",
         "foreprop.cli.config:config",
-        "Show every setting: its value, where the value came from, and its meaning with its unit.",
+        "Show the settings that differ from their defaults, or all of them with their meanings.",
         DECIDE,
     ),
     Entry(
@@ -158,7 +158,10 @@ def command_of(entry: Entry) -> Any:
         found = load(entry.source, f"`foreprop {entry.name}`")
     else:
         module, _, attribute = entry.source.partition(":")
-        found = getattr(import_module(module), attribute)
+        try:
+            found = getattr(import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise missing_extra(f"`foreprop {entry.name}`", error) from error
     name = entry.name.rpartition(" ")[2]
     command = typer.main.get_command(found if isinstance(found, typer.Typer) else _alone(found))
     command.name, command.rich_help_panel = name, entry.panel  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from foreprop.cli.measured import (
     completed,
     compression_lines,
     keep,
+    over_ddp_lines,
     say_environment,
     table,
 )
@@ -81,3 +82,5 @@ def simulate(
         say(shown, line)
     say_environment(shown, setting)
     keep(shown, results, records)
+    for line in over_ddp_lines(records):
+        say(shown, line, "bold")

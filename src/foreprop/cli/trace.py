@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from foreprop.cli.output import print_json
+from foreprop.quantities import counted
 from foreprop.report.perfetto import merge_traces
 
 
@@ -35,4 +36,4 @@ def trace(
     if as_json:
         print_json({"file": str(target), "events": count})
     else:
-        typer.echo(f"{count} events in {target}; open it in https://ui.perfetto.dev")
+        typer.echo(f"{counted(count, 'event')} in {target}; open it in https://ui.perfetto.dev")

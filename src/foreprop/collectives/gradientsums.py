@@ -26,7 +26,8 @@ from foreprop.core.order import Chunk, Piece, cut_chunks
 from foreprop.core.wire import Flag
 from foreprop.errors import StepTimeout, TrainingLoopError
 from foreprop.numerics.finite import check_finite
-from foreprop.path.sums import finish_sum
+from foreprop.path.samebatch import SameBatch
+from foreprop.path.sums import add_up, finish_sum
 from foreprop.path.tensors import DTYPES
 from foreprop.servers.setup import Setup
 
@@ -119,6 +120,11 @@ class GradientSums:
         self._sums: dict[int, torch.Tensor] = {}
         """With the marks behind them; those of a family lie one behind the other."""
         self._families = _families(self.chunks)
+        self._same_batch = SameBatch("rank 0") if group.rank == 0 and group.size > 1 else None
+        of_many = (number for number, elems in enumerate(sizes) if elems > 1)
+        self._compared = next(of_many, None)
+        """The parameter whose gradients tell whether all ranks have the same batch."""
+        self._own = torch.empty(0)
 
     def size_bytes(self, piece: Piece) -> int:
         return (piece[2] - piece[1]) * self._dtypes[piece[0]].itemsize
@@ -169,6 +175,8 @@ class GradientSums:
             total[start:stop] = self.device.flat(part, DTYPES[info.dtype])
             if self._aggregation.reports_nonfinite:
                 check_finite(total[start:stop], f"rank {self._rank}", info.name, step)
+        if self._same_batch is not None and parameter == self._compared:
+            self._keep_own(total, start, stop)
         if stop == info.elems:
             marks = (
                 not flags & Flag.NO_GRADIENT,
@@ -198,11 +206,26 @@ class GradientSums:
         if not with_gradient:
             return None
         total = total[: info.elems]
+        if self._same_batch is not None and parameter == self._compared:
+            self._compare(self._same_batch, total)
         # what follows is as if it had not been cast
         gradient = total.to(torch.promote_types(total.dtype, torch.float32))
         scale = self._settings.scale_at(step)
         finish_sum(gradient, self._reduction(info), workers=self._ranks, scale=scale)
         return gradient
+
+    def _keep_own(self, total: torch.Tensor, start: int, stop: int) -> None:
+        if len(self._own) != len(total):
+            self._own = torch.zeros_like(total)
+        self._own[start:stop] = total[start:stop]
+
+    def _compare(self, same_batch: SameBatch, total: torch.Tensor) -> None:
+        """Of equal gradients the sum is what this rank's own gives, added up for each of them."""
+        own = self._own[: len(total)]
+        same = add_up([own.clone(), *[own] * (self._ranks - 1)], total.dtype)
+        same_batch.look(0, [same, total], many=self._ranks)
+        if not same_batch.watching:
+            self._same_batch, self._own = None, torch.empty(0)
 
     def aggregated(self, parameter: int) -> torch.Tensor:
         """The aggregated gradient of the parameter's last update, flat. Training thread."""

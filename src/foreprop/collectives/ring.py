@@ -26,6 +26,7 @@ from foreprop.path.asyncdevice import describe_devices
 from foreprop.path.memory import Memory, MemoryFactory
 from foreprop.path.optimizer import check_groups, with_scale
 from foreprop.path.tensors import DTYPES
+from foreprop.quantities import counted
 from foreprop.servers.describing import describe_wire_dtype
 from foreprop.servers.setup import Setup
 
@@ -177,7 +178,8 @@ class RingBackend:
         config, group = self._setup.config, self._group
         by = "gloo" if self._device.device.type == "cpu" else "NCCL"
         return (
-            f"{group.size} workers, architecture=ring (all-reduce by {by}, updates on the workers);"
+            f"{counted(group.size, 'worker')}, architecture=ring (all-reduce by {by}, updates on"
+            " the workers);"
             f" chunk_elems={config.chunk_elems} chunks_in_flight={config.chunks_in_flight}"
             f"{describe_wire_dtype(config)}{self._describe_codecs()}; address {group.address}"
             f"{describe_devices(self._setup.parameters)}"

@@ -30,6 +30,7 @@ from foreprop.compare.result import (
 )
 from foreprop.compare.systems import ALONE, CONTENDERS, DDP, DDP_BF16, USUAL
 from foreprop.errors import ConfigError, ForepropError
+from foreprop.quantities import counted
 from foreprop.run.run import Outcome
 from foreprop.version import __version__
 from foreprop.workload.records import CPU_BOUND_SHARE
@@ -216,7 +217,8 @@ def _why_failed(run: Run, told: Sequence[records.Told], outcome: Outcome) -> str
         return _NOT_PARALLEL
     if len(run.step_s) < LEAST_STEPS:
         return (
-            f"the script made {run.ranks[0].steps} steps, and {run.warm_up} of them are not"
+            f"the script made {counted(run.ranks[0].steps, 'step')}, and {run.warm_up} of them"
+            " are not"
             f" counted; that leaves less than {LEAST_STEPS}. Give it more data or epochs, or"
             " --warm-up 1"
         )
@@ -279,10 +281,11 @@ def _notices(request: Request, runs: Sequence[Run]) -> list[str]:
     """What whoever reads the table must know."""
     notices = []
     good = [run for run in runs if not run.error]
-    counted = {len(run.step_s) for run in good}
-    if counted and min(counted) < request.steps:
+    made = {len(run.step_s) for run in good}
+    if made and min(made) < request.steps:
         notices.append(
-            f"The script ends by itself: {min(counted)} steps count in a run, not {request.steps}."
+            f"The script ends by itself: of a run {counted(min(made), 'step')} count, not"
+            f" {request.steps}."
         )
     if draws_differ(runs):
         notices.append(

@@ -17,6 +17,7 @@ from foreprop.compare.recorder import Recorder, digest_of
 from foreprop.compare.systems import ALONE, CONTENDERS, DDP_BF16, Contender
 from foreprop.config import Config, launch_info
 from foreprop.errors import ConfigError
+from foreprop.quantities import counted
 from foreprop.session import session as sessions
 from foreprop.session.alone import LoneSession
 from foreprop.session.session import Session
@@ -186,7 +187,7 @@ class StandIn:
             self._reductions.append(reduction)
         info = launch_info()
         backend = f" on {dist.get_backend()}" if self._reductions else ""
-        about = f"{info.world_size} workers: {self._system.title}{backend}"
+        about = f"{counted(info.world_size, 'worker')}: {self._system.title}{backend}"
         return LocalSession(model, optimizer, chosen, scaler, about=about)
 
     # Its steps.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from foreprop.config.environment import did_you_mean
+from foreprop.config.otherwords import answer_to_value
 from foreprop.core.codec import NONE, Codec
 from foreprop.errors import ConfigError
 
@@ -59,7 +60,7 @@ def make(name: str, training: DgcTraining | None = None) -> TensorCodec:
     if known is None:
         raise ConfigError(
             f"compression: no codec is called {name!r}; there are {[NONE, *names()]}"
-            + did_you_mean(kind, names())
+            + (answer_to_value("compression", kind) or did_you_mean(kind, names()))
         )
     if colon and kind not in PARAMETERS:
         raise ConfigError(f"compression is {name!r}; {kind} takes no parameter: say {kind!r}")

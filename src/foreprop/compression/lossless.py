@@ -54,7 +54,7 @@ class Lossless:
         except ImportError as error:
             raise ConfigError(
                 "compression is 'lossless', which needs the package zstandard on workers and"
-                " servers: pip install 'foreprop[compression]'"
+                " servers: pip install zstandard"
             ) from error
         self._zstd: Any = zstandard
         self._of_thread = threading.local()

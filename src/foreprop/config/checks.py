@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from foreprop.config.environment import did_you_mean
+from foreprop.config.otherwords import answer_to_name, answer_to_value
 from foreprop.core.codec import NONE, choices_of, choices_text, is_automatic, kind_of
-from foreprop.errors import ConfigError
+from foreprop.errors import ConfigError, how_to_install
 
 if TYPE_CHECKING:
     from foreprop.config.settings import Config
@@ -168,7 +169,7 @@ def check_compression(config: Config) -> None:
     if not isinstance(text, str):
         raise ConfigError(
             f"compression is {given!r}; it must be a codec's name, or codecs by patterns of"
-            " parameters' names: {'*.weight': 'lossless'}"
+            " parameters' names: {'*.weight': 'lossless'}" + answer_to_value("compression", given)
         )
     if is_automatic(text):
         _check_automatic_codecs(config, text)
@@ -286,7 +287,7 @@ def _check_encryption(config: Config) -> None:
     if importlib.util.find_spec("cryptography") is None:
         raise ConfigError(
             f"encryption is {config.encryption!r}, whose keys are made by the package cryptography,"
-            " which is not installed: pip install 'foreprop[tls]'"
+            f" which is not installed: {how_to_install('tls')}"
         )
     if config.architecture in ("ring", "hybrid", "auto"):
         raise ConfigError(
@@ -344,17 +345,24 @@ def _check_automatic_slices(config: Config) -> None:
 
 # Names that nobody knows.
 def unknown_setting(name: str, known: Collection[str]) -> ConfigError:
-    advice = did_you_mean(name, known) or f"; there are {sorted(known)}"
-    return ConfigError(f"no setting is called {name!r}{advice}")
+    """``known``: the names of all settings."""
+    return ConfigError(f"no setting is called {name!r}{_advice(name, known) or _ALL}")
+
+
+_ALL = "; `foreprop config --all` lists them"
+
+
+def _advice(name: str, known: Collection[str]) -> str:
+    return answer_to_name(name) or did_you_mean(name, known)
 
 
 def unknown_preset(name: str, presets: Collection[str]) -> ConfigError:
-    advice = did_you_mean(name, presets)
+    advice = answer_to_value("preset", name) or did_you_mean(name, presets)
     return ConfigError(f"preset is {name!r}; it must be one of {list(presets)}{advice}")
 
 
 def with_advice(error: TypeError, given: Collection[str], known: Collection[str]) -> TypeError:
     """Python's error about an unknown argument, with the setting that is close (as 3.14 has)."""
     unknown = next((name for name in given if name not in known), None)
-    advice = "" if unknown is None else did_you_mean(unknown, known)
+    advice = "" if unknown is None else _advice(unknown, known)
     return TypeError(str(error).partition(". Did you mean")[0] + advice) if advice else error

@@ -6,7 +6,6 @@ The only module that reads those.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import math
 import os
@@ -31,7 +30,9 @@ def settings_from_environment(hints: Mapping[str, Any]) -> dict[str, Any]:
     for variable in os.environ:
         name = variable.removeprefix(_PREFIX)
         if name != variable and name not in known:
-            advice = did_you_mean(name, known, prefix=_PREFIX)
+            from foreprop.config.otherwords import answer_to_name
+
+            advice = answer_to_name(name) or did_you_mean(name, known, prefix=_PREFIX)
             LOGGER.warning("%s is set, but is no setting%s", variable, advice)
     variables = {name: f"{_PREFIX}{name.upper()}" for name in hints}
     given = {name: variables[name] for name in hints if variables[name] in os.environ}
@@ -107,7 +108,12 @@ def check_value(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
     kinds = tuple(kind for kind in get_args(hint) or (hint,) if isinstance(kind, type))
     if choices and (value in choices or not set(kinds) - {type(None)}):
         if value not in choices:
-            raise ConfigError(f"{spec.name} is {value!r}; it must be one of {list(choices)}")
+            from foreprop.config.otherwords import answer_to_value
+
+            advice = answer_to_value(spec.name, value) or did_you_mean(str(value), choices)
+            raise ConfigError(
+                f"{spec.name} is {value!r}; it must be one of {list(choices)}{advice}"
+            )
         return
     if float in kinds:
         kinds = (*kinds, int)
@@ -132,13 +138,14 @@ def choices_in(hint: Any) -> tuple[Any, ...]:
     return (*get_args(inner), *nothing) if inner is not None else ()
 
 
-def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """To be added to an error about ``name``: the known name that is closest, if one is close.
+def did_you_mean(name: str, known: Iterable[object], *, prefix: str = "") -> str:
+    """To be added to an error about ``name``: the known name that is close, or a few that may be.
 
     ``prefix``: what stands before each of them where the user writes it.
     """
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {prefix + found[0]!r}?" if found else ""
+    from foreprop.config.otherwords import near_names
+
+    return near_names(name, list(known), prefix)
 
 
 # What is reported to a person.

@@ -21,16 +21,16 @@ import msgspec
 
 from foreprop.core.frames import PACE_STEPS
 
-_LEAST_SHARE = 0.05
+_LEAST_SHARE = 0.2
 """Of a step: who is late by less is not named."""
-_LEAST_S = 0.005
+_LEAST_S = 0.01
 """Nor by less than this, which is how processes take turns on a busy machine."""
 _RATIO = 2.0
 """Whoever is named is late by so many times as much as the next one."""
 _COMPUTE_SHARE = 0.5
 """Of what a rank is late, if it is due to its compute."""
-_WINDOWS = 2
-"""In a row, until a straggler is named, or named no more."""
+_WINDOWS = 4
+"""In a row, 32 steps, until a straggler is named, or named no more."""
 
 Cause = Literal["compute", "link", "server"]
 
@@ -138,10 +138,14 @@ class StragglerWatch:
 
     ``server_ranks``: by server, the first rank on its node, or None of a dedicated one. Steps are
     named by their number in the session, which has made ``steps_before`` the first window.
+    ``links``: whether pushes pass any; without, none is named.
     """
 
-    def __init__(self, server_ranks: Sequence[int | None], *, steps_before: int = 0) -> None:
+    def __init__(
+        self, server_ranks: Sequence[int | None], *, steps_before: int = 0, links: bool = True
+    ) -> None:
         self._steps_before = steps_before
+        self._links = links
         self.straggler: Straggler | None = None
         self._server_ranks = server_ranks
         self._reports: defaultdict[int, dict[int, WindowReport]] = defaultdict(
@@ -159,6 +163,8 @@ class StragglerWatch:
         del self._reports[window]
         first_step = self._steps_before + (window - 1) * PACE_STEPS + 1
         found = find_straggler(reports, self._server_ranks, first_step)
+        if found is not None and found.cause == "link" and not self._links:
+            found = None  # processes that take turns on one machine
         return self._conclude(found)
 
     def _conclude(self, found: Straggler | None) -> bool:

@@ -72,7 +72,7 @@ class Members:
     def __init__(self, workers: int, *, backups: int = 0, started: int | None = None) -> None:
         if not 0 <= backups < max(workers, 1):
             raise ConfigError(
-                f"backup_workers is {backups}, and there are {workers} workers: it must be below"
+                f"backup_workers is {backups}, and the workers' number {workers}: it must be below"
                 " that, for somebody has to count"
             )
         self.workers = workers

@@ -20,6 +20,7 @@ from foreprop.core.dealing import Deal, DealtEpoch, MemberChange, PassProgress
 from foreprop.data.shares import SharedOrder
 from foreprop.elastic.attendance import Attendance, maybe_attendance
 from foreprop.elastic.positions import PassPosition
+from foreprop.quantities import counted
 
 _REMEMBERED = 8
 """Passes that have ended: who has left in their last steps comes to be known later."""
@@ -291,5 +292,5 @@ def _why(deal: Deal) -> str:
     why = [f"rank {rank} has joined" for rank in deal.joined]
     if deal.owed:
         ranks = ", ".join(str(rank) for rank, _ in deal.owed)
-        why.append(f"{deal.items} samples first that rank {ranks} was still to read")
+        why.append(f"{counted(deal.items, 'sample')} first that rank {ranks} was still to read")
     return "; ".join(why)

@@ -33,6 +33,7 @@ from foreprop.demo.training import (
 from foreprop.errors import ConfigError
 from foreprop.lab.cluster import Cluster, children_start_undisturbed
 from foreprop.lab.network import NetworkUnavailable
+from foreprop.quantities import counted
 from foreprop.report.report import ReportContext, RunSummary, write_report
 from foreprop.report.timeline import Timeline, timeline_from_trace
 from foreprop.version import __version__
@@ -147,8 +148,9 @@ def measure(setting: DemoSetting, console: Console) -> Found:
         cluster = _cluster(setting, None)
     links = _PACED if setting.paced else _SHAPED
     console.print(
-        f"{setting.workers} nodes with a worker and a server, {links};"
-        f" {setting.steps} steps with each of {', '.join(setting.systems)}, in alternating blocks"
+        f"{counted(setting.workers, 'node')} with a worker and a server, {links};"
+        f" {counted(setting.steps, 'step')} with each of {', '.join(setting.systems)}, in"
+        " alternating blocks"
     )
     with cluster:
         outcomes = _train_in_turns(cluster, setting)

@@ -14,6 +14,7 @@ from foreprop.doctor.records import (
     known_facts,
     warning,
 )
+from foreprop.quantities import counted
 
 _CHECK = "devices"
 
@@ -64,10 +65,13 @@ def _find_shared(name: str, workers: int, facts: Facts) -> Iterator[Finding]:
     seen = facts.visible_devices
     setting = "" if seen is None else f" (CUDA_VISIBLE_DEVICES is {seen!r})"
     advice = (
-        f"start {count} worker(s) there, or make more devices visible; each worker takes the one"
+        f"start {counted(count, 'worker')} there, or make more devices visible; each worker"
+        " takes the one"
         " at its LOCAL_RANK"
     )
-    text = f"{name}: {workers} worker(s), but torch sees {count} device(s){setting}"
+    text = (
+        f"{name}: {counted(workers, 'worker')}, but torch sees {counted(count, 'device')}{setting}"
+    )
     yield warning(_CHECK, [name], text, advice)
 
 

@@ -21,6 +21,7 @@ from foreprop.doctor.records import (
 )
 from foreprop.link.stream import is_loopback
 from foreprop.link.traffic import Attempt
+from foreprop.quantities import counted
 from foreprop.run.plan import maybe_address
 
 _BASE_FILES = 128
@@ -127,12 +128,12 @@ def _find_threads(host: Examined, facts: Facts) -> Iterator[Finding]:
         text = f"{name}: OMP_NUM_THREADS is {facts.threads!r}, which is no number"
         yield warning("processors", [name], text, f"set it to {fair} there, or to nothing")
         return
-    each = f"{name}: {workers} worker(s) with {threads} thread(s) each"
+    each = f"{name}: {counted(workers, 'worker')} with {counted(threads, 'thread')} each"
     if threads * workers > cpus:
         yield warning(
             "processors",
             [name],
-            f"{each} share {cpus} CPU(s)",
+            f"{each}, on {counted(cpus, 'CPU')}",
             f"set OMP_NUM_THREADS={fair} and no more workers than CPUs, or threads wait for"
             " each other",
         )
@@ -140,7 +141,7 @@ def _find_threads(host: Examined, facts: Facts) -> Iterator[Finding]:
         yield hint(
             "processors",
             [name],
-            f"{each} use {threads * workers} of {cpus} CPUs",
+            f"{each}, {threads * workers} of {cpus} CPUs",
             f"if the CPU computes, set OMP_NUM_THREADS={fair} (torchrun sets 1 where there"
             " are several workers)",
         )
@@ -152,7 +153,7 @@ def _find_load(name: str, facts: Facts) -> Iterator[Finding]:
             "processors",
             [name],
             f"{name}: busy: in the last minute {facts.load:.1f} threads wanted to run on"
-            f" {facts.cpus} CPU(s)",
+            f" {counted(facts.cpus, 'CPU')}",
             "rates and round trips may be better than measured now; look again when nothing"
             " else runs, because training would share the CPUs too",
         )
@@ -167,8 +168,8 @@ def find_open_files(examination: Examination) -> Iterator[Finding]:
             yield error(
                 "open files",
                 [name],
-                f"{name}: a process may open {facts.open_files} files; {workers} worker(s)"
-                f" need about {need}",
+                f"{name}: a process may open {facts.open_files} files; for"
+                f" {counted(workers, 'worker')} it needs about {need}",
                 "raise it there: ulimit -n 65536, or nofile in /etc/security/limits.conf",
             )
 

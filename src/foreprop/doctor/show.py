@@ -13,7 +13,7 @@ from rich.text import Text
 from foreprop.doctor.links import clock_offsets_s, totals
 from foreprop.doctor.records import Examination, Examined, Finding, Severity, groups, known_facts
 from foreprop.link.traffic import Flow
-from foreprop.quantities import rate_text, time_text
+from foreprop.quantities import counted, rate_text, time_text
 
 _MOST_PAIRS = 30
 _STYLES: dict[Severity, str] = {"error": "bold red", "warning": "yellow", "hint": "cyan"}
@@ -74,7 +74,7 @@ def _versions(examination: Examination) -> Text:
         for name, f in known_facts(examination)
     }
     if len(set(versions.values())) == 1:
-        return Text(f"{next(iter(versions.values()))} on {len(versions)} host(s)")
+        return Text(f"{next(iter(versions.values()))} on {counted(len(versions), 'host')}")
     return Text(groups(versions))
 
 

@@ -111,6 +111,8 @@ class CountedStore(LockedStore):
     ) -> torch.Tensor:
         if scale != 1.0:
             raise InternalError("a scaled loss, where not all gradients count")
+        if self._same_batch is not None:
+            self._compare(self._same_batch, tensors, ranks)
         total = add_up([tensors.gradients[rank].tensor for rank in ranks], tensors.sum_dtype)
         if self._is_mean[tensors.piece.parameter] and self._counted > 1:
             total /= self._counted

@@ -34,6 +34,6 @@ def check_fitness(config: Config, manifest: Manifest, workers_per_node: int) -> 
         )
     if config.backup_workers >= manifest.world_size > 0:
         raise ConfigError(
-            f"{given}, and there are {manifest.world_size} workers: it must be below that, for"
+            f"{given}, and the workers' number {manifest.world_size}: it must be below that, for"
             " somebody has to count"
         )

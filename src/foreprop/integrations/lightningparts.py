@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from foreprop.errors import ConfigError
+from foreprop.errors import ConfigError, how_to_install
 
 TESTED = ("2.5.6", "2.6.6")
 """The versions that the tests have passed with."""
@@ -67,7 +67,7 @@ def check_hooks(kind: type, names: Sequence[str], package: str) -> None:
 def _moved(package: str, name: str) -> str:
     root = package.partition(".")[0]
     if find_spec(root) is None:
-        return "Lightning is not installed: pip install 'foreprop[lightning]'"
+        return f"Lightning is not installed: {how_to_install('lightning')}"
     version = getattr(import_module(root), "__version__", "of an unknown version")
     return (
         f"{name} is not in this Lightning ({version}), and foreprop builds on it: install one of"

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from foreprop.cluster.world import World
 from foreprop.errors import ForepropError, PeerLost
 from foreprop.lab.crosstraffic import PROCESS_NAME, fork_node_traffic, fork_switch_traffic
 from foreprop.lab.network import (
@@ -355,7 +356,7 @@ def _sendable(error: BaseException) -> BaseException:
 def _set_environment(
     node: int, local: int, nodes: Sequence[Sequence[Connection]], task: _Task
 ) -> None:
-    """What torchrun would set."""
+    """What torchrun would set, and that no strangers are there."""
     network, workers_per_node = task.network, len(nodes[node])
     size = len(nodes) * workers_per_node
     address = network.address(0) if network is not None else "127.0.0.1"
@@ -368,6 +369,7 @@ def _set_environment(
         MASTER_PORT=str(task.port),
     )
     if network is not None:
+        World.private_network = True
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 

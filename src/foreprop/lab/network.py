@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from foreprop.errors import how_to_install
 from foreprop.workload.network import NETWORK_PREFIX, SWITCH_ADDRESS, Network
 
 try:
@@ -42,7 +43,7 @@ def enter_namespaces() -> None:
     process namespace's init: all others end with it. Raises `NetworkUnavailable`.
     """
     if IPRoute is None:
-        raise NetworkUnavailable("pyroute2 is not installed: pip install 'foreprop[lab]'")
+        raise NetworkUnavailable(f"pyroute2 is not installed: {how_to_install('lab')}")
     user, group = os.geteuid(), os.getegid()
     try:
         _unshare(CLONE_NEWNET | CLONE_NEWPID)

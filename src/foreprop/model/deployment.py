@@ -19,8 +19,9 @@ from foreprop.workload.setting import BUCKET_BYTES
 
 ModelledArchitecture = Literal["p2p", "ps", "ring", "hybrid", "ddp"]
 """Those of `foreprop.Config`, and DistributedDataParallel, which reduces buckets in a ring."""
-Resource = Literal["compute", "wire", "server", "latency"]
-"""``wire``: the links of machines with workers; ``server``: those of others, and all updates."""
+Resource = Literal["compute", "wire", "server", "relays", "latency"]
+"""``wire``: the links of machines with workers; ``server``: those of others, and all updates;
+``relays``: the processor of what sums the gradients of a node's workers."""
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 
@@ -146,6 +147,12 @@ class Deployment:
             self.nodes, self.workers_per_node, self.dedicated_servers, self.local_aggregation
         )
 
+    @property
+    def relayed(self) -> bool:
+        """Whether a process of each node sums what its workers push to servers."""
+        several = self.workers_per_node > 1 and self.local_aggregation
+        return several and self.architecture in ("p2p", "ps", "hybrid")
+
     def pushed_share(self, table: Table) -> float:
         """Of its rows, how many each push to the servers has."""
         return self.topology.pushed_share(table.alpha)
@@ -179,11 +186,14 @@ class Deployment:
 
 
 def without(deployment: Deployment, resource: Resource) -> Deployment:
-    """As if that cost nothing: devices, the workers' links, servers, or latency."""
+    """As if that cost nothing: devices, workers' links, servers, relays, or latency."""
     hosts = deployment.hosts
     if resource == "compute":
         layers = [replace(layer, forward_s=0.0, backward_s=0.0) for layer in deployment.layers]
         return replace(deployment, layers=layers)
+    if resource == "relays":
+        free = replace(hosts, relay_byte_s=0.0, relay_worker_byte_s=0.0)
+        return replace(deployment, hosts=free)
     if resource == "wire":
         server_rate = deployment.server_rate_bits_per_s or deployment.rate_bits_per_s
         return replace(deployment, rate_bits_per_s=_ENDLESS, server_rate_bits_per_s=server_rate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -24,20 +24,20 @@ from foreprop.quantities import rate_text, short, time_text
 Verdict = Literal["plain_ddp", "schedule", "servers"]
 """What is worth using: nothing of ours, an order of sending, dedicated servers."""
 _VERDICTS: Mapping[str, Verdict] = {"ddp": "plain_ddp", "ps": "servers"}
-Obstacle = Literal["none", "wire_too_slow", "servers_too_slow", "wire", "server", "latency"]
+Obstacle = Literal[
+    "none", "wire_too_slow", "servers_too_slow", "wire", "server", "relays", "latency"
+]
 """What is left in the way of the recommended one."""
 
+_Left = Literal["wire", "server", "relays", "latency"]
 _BUSY_ENOUGH = 0.9
 """Share of computing above which nothing is worth doing about the rest."""
 _TOO_SLOW = 2.0
 """Times as long as the compute: then the devices wait half of the time whatever the schedule."""
 _WORTHWHILE = 1.1
 """Speed-up below which a change of the cluster is not worth a line."""
-
-
-_RELAY_BYTE_S, _RELAY_WORKER_BYTE_S = 1.2e-9, 0.6e-9
-"""CPU time of a node's relays, one process, for each byte that they push on, and for each that a
-worker pushes to them: measured with two and four workers (docs/plan.md)."""
+_BUSY_RELAYS = 0.5
+"""Of the compute: from so much on the time of a node's relays is worth a line."""
 
 
 class Remedy(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +96,7 @@ def recommend(setting: PlanSetting, forecasts: Sequence[Forecast]) -> Recommenda
         reasons=[
             _why(chosen, fastest, forecasts),
             *_tables(setting, chosen.candidate),
-            *_relays(setting, chosen),
+            *_relays(setting, chosen, forecasts),
             *_what_is_left(chosen, obstacle),
             *(remedy_text(remedy, chosen.candidate) for remedy in remedies),
         ],
@@ -113,11 +113,13 @@ def obstacle_of(forecast: Forecast) -> Obstacle:
         return "none"
     if forecast.limited_by == "latency":
         return "latency"
+    if forecast.relays_s > max(_link_s(forecast), forecast.compute_s):
+        return "relays"
     server_is_slower = forecast.server_s > forecast.wire_s
     if _link_s(forecast) >= _TOO_SLOW * forecast.compute_s:
         return "servers_too_slow" if server_is_slower else "wire_too_slow"
     # Devices limit many a step that links make longer, too: what can be done is about the links.
-    links: tuple[Literal["wire", "server", "latency"], ...] = ("wire", "server", "latency")
+    links: tuple[_Left, ...] = get_args(_Left)
     return max(links, key=lambda resource: forecast.saved_s[resource])
 
 
@@ -233,19 +235,24 @@ def _tables(setting: PlanSetting, candidate: Candidate) -> Iterator[str]:
         yield f"The embeddings of {names} need sparse=False: all of their gradients is reduced."
 
 
-def _relays(setting: PlanSetting, chosen: Forecast) -> Iterator[str]:
-    """A warning where one process may be what limits: the model has processors without end."""
-    workers = setting.workers_per_node
-    if workers == 1 or not chosen.candidate.holds_rows:
+def _relays(setting: PlanSetting, chosen: Forecast, forecasts: Sequence[Forecast]) -> Iterator[str]:
+    """What sums a node's gradients: where it is busy, or why others than ``chosen`` are slower."""
+    told = chosen
+    if not chosen.relays_s:
+        told = min(forecasts, key=lambda f: f.step_s - f.saved_s["relays"])
+    if told.relays_s < _BUSY_RELAYS * told.compute_s:
         return
-    elems = 0 if chosen.candidate.by_ring else sum(sum(x.sizes_elems) for x in setting.layers)
-    rows = sum(table.alpha * table.elems for table in setting.tables)
-    pushed_bytes = (elems + rows) * setting.bytes_per_elem
-    cpu_s = pushed_bytes * (_RELAY_BYTE_S + workers * _RELAY_WORKER_BYTE_S)
-    if cpu_s > chosen.step_s:
+    text = (
+        f"Summing the gradients of a node's {setting.workers_per_node} workers takes one process"
+        f" {time_text(told.relays_s)} per step, counted as if it had one core"
+    )
+    if told is chosen:
+        yield f"{text}."
+    else:
+        free_s = told.step_s - told.saved_s["relays"]
         yield (
-            f"Not counted: what sums the gradients of a node's {workers} workers is one process,"
-            f" which needs about {time_text(cpu_s)} of CPU time per step. Steps may take as long."
+            f"{text}: with {told.candidate.name} a step takes {time_text(told.step_s)} for that,"
+            f" and without {time_text(free_s)}."
         )
 
 
@@ -260,8 +267,8 @@ def _what_is_left(chosen: Forecast, obstacle: Obstacle) -> Iterator[str]:
             f"Latency limits it: {time_text(chosen.saved_s['latency'])} of the step would be saved"
             " if messages took no time. Larger batches, so fewer steps, help; faster links do not."
         )
-    elif obstacle == "wire" or obstacle == "server":
-        what = "servers" if obstacle == "server" else "links"
+    elif obstacle == "wire" or obstacle == "server" or obstacle == "relays":
+        what = {"wire": "links", "server": "servers", "relays": "relays"}[obstacle]
         yield (
             f"The devices compute for {chosen.efficiency:.0%} of the step. Endlessly fast {what}"
             f" would save {time_text(chosen.saved_s[obstacle])} of it."
@@ -279,8 +286,8 @@ def _too_slow(chosen: Forecast, obstacle: Obstacle) -> str:
     return (
         f"No schedule helps{enough}: the {what} {times:.1f}x too slow, busy for"
         f" {time_text(link_s)} of a step in which the devices compute for {compute}. Send about"
-        f" {math.ceil(times)} times less: by compression, or by as many local steps between"
-        " synchronisations, which are not exact."
+        f" {math.ceil(times)} times less: by compression, or by accumulating gradients over as many"
+        " batches."
     )
 
 

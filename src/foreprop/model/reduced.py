@@ -9,7 +9,13 @@ from typing import NamedTuple
 from foreprop.core.order import Chunk, Observation, cut_chunks, plan_order
 from foreprop.core.parallax import ROW_NUMBER_BYTES
 from foreprop.model.deployment import Deployment, Table
-from foreprop.model.served import arrays_of, priorities, row_updates_s, rows_of
+from foreprop.model.served import (
+    arrays_of,
+    priorities,
+    relaying_s,
+    row_updates_s,
+    rows_of,
+)
 from foreprop.workload.setting import fill_buckets
 
 # Collectives that share the links of a ring.
@@ -197,9 +203,13 @@ def _reduction(deployment: Deployment, elems: int, ready_s: Sequence[float]) -> 
 def _rows(deployment: Deployment, ready_s: Sequence[float]) -> Iterator[_Work]:
     """The tables' rows, on their way there and back beside the collectives."""
     first = len(ready_s) - len(deployment.tables)
-    times = zip(_rows_s(deployment), row_updates_s(deployment), strict=True)
-    for number, (rows_s, update_s) in enumerate(times, start=first):
-        least_s = rows_s + 2 * deployment.message_s + update_s
+    relayed_s = (relaying_s(deployment, p) for p in rows_of(deployment, first=0, servers=1))
+    times = zip(_rows_s(deployment), row_updates_s(deployment), relayed_s, strict=True)
+    busy_until_s = 0.0  # of the node's relays, which sum one table's after the other's
+    for number, (rows_s, update_s, relay_s) in enumerate(times, start=first):
+        busy_until_s = max(busy_until_s, ready_s[number]) + relay_s
+        waited_s = busy_until_s - ready_s[number] if relay_s else 0.0
+        least_s = rows_s + 2 * deployment.message_s + update_s + waited_s
         yield Collective(ready_s[number], rows_s, least_s, 0), (number,)
 
 

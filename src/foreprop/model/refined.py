@@ -2,14 +2,14 @@
 
 It has what the published formulas leave out: full-duplex links, servers beside the workers or on
 machines of their own with links of their own and unequal shares, headers, latency, updates,
-overlap with the backward and with the next forward pass, slices, several workers per node, rows of
-sparse tables, other types than float32. Three things make it short. All workers do the same at the
-same time, so one of them stands for all. Links are a fluid that their connections share
-(`foreprop.model.lanes`). And whatever a step has pushed is back before its forward pass ends,
-so steps do not meet and one is enough.
+overlap with the backward and with the next forward pass, slices, several workers per node and the
+processor that their relays have, rows of sparse tables, other types than float32. Three things make
+it short. All workers do the same at the same time, so one of them stands for all. Links are a fluid
+that their connections share (`foreprop.model.lanes`). And whatever a step has pushed is back before
+its forward pass ends, so steps do not meet and one is enough.
 
 It leaves out lost packets, queues in front of links, bounds of windows and buffers, jitter, and
-processors that are busy with anything else. docs/model.md says how far off that makes it.
+all other work of processors. docs/model.md says how far off that makes it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """How long the busiest worker's node has its link busy, the busier way, headers counted."""
     server_s: float
     """How long the busiest server is: a dedicated one's link, or updates if these take longer."""
+    relays_s: float
+    """How long the process of a node's relays computes, counted as one processor; 0: none."""
     saved_s: Mapping[Resource, float]
     """How much shorter the step would be if that cost nothing."""
     limited_by: Resource
@@ -47,10 +49,21 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 def predict(deployment: Deployment) -> Prediction:
     """The step from the end of a forward pass to the end of the next one, as in the lab."""
     whole_s = step_s(deployment)
-    saved_s = {r: max(0.0, whole_s - step_s(without(deployment, r))) for r in RESOURCES}
+    relays_s = served.relays_s(deployment)
+    saved_s = {
+        resource: max(0.0, whole_s - step_s(without(deployment, resource)))
+        if relays_s or resource != "relays"
+        else 0.0
+        for resource in RESOURCES
+    }
     compute_s = limit.compute_s(deployment.layers)
     wire_s, server_s = _busy_s(deployment)
-    busy_s: dict[Resource, float] = {"compute": compute_s, "wire": wire_s, "server": server_s}
+    busy_s: dict[Resource, float] = {
+        "compute": compute_s,
+        "wire": wire_s,
+        "server": server_s,
+        "relays": relays_s,
+    }
     busiest = max(busy_s, key=busy_s.__getitem__)
     # Two that are equally busy hide each other: neither alone would save anything.
     full = busy_s[busiest] >= _FULL_SHARE * whole_s
@@ -59,6 +72,7 @@ def predict(deployment: Deployment) -> Prediction:
         compute_s=compute_s,
         wire_s=wire_s,
         server_s=server_s,
+        relays_s=relays_s,
         saved_s=saved_s,
         limited_by=busiest if full else max(RESOURCES, key=saved_s.__getitem__),
     )

@@ -6,6 +6,7 @@ as many connections as there are workers. Pieces go through them as the preset h
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -33,6 +34,8 @@ class Piece(NamedTuple):
     is_rows: bool = False
     coded: Coded | None = None
     """What its codec makes of it, if it has one."""
+    of_each: float = 1.0
+    """Of what a node's relay pushes on, how much each of its workers has pushed."""
 
     @property
     def reply_bytes(self) -> float:
@@ -82,7 +85,8 @@ def rows_of(deployment: Deployment, *, first: int, servers: int) -> list[Piece]:
             code = deployment.row_codec.coded(int(elems), ranks=1)
             size_bytes = code.push_bytes + numbers_bytes
             coded = code._replace(push_bytes=int(size_bytes), reply_bytes=int(size_bytes))
-        piece = Piece(number, 0, elems, size_bytes, is_rows=True, coded=coded)
+        of_each = table.alpha / (deployment.pushed_share(table) or 1.0)
+        piece = Piece(number, 0, elems, size_bytes, is_rows=True, coded=coded, of_each=of_each)
         pieces += [piece._replace(server=server) for server in range(servers)]
     return pieces
 
@@ -176,6 +180,57 @@ def _replying_s(deployment: Deployment, piece: Piece) -> float:
     return pushers * piece.reply_bytes * deployment.hosts.server_byte_s
 
 
+def relays_s(deployment: Deployment) -> float:
+    """How long the process of a node's relays computes in a step."""
+    if not deployment.relayed:
+        return 0.0
+    rows_only = deployment.architecture == "hybrid"
+    pieces = rows_of(deployment, first=0, servers=1) if rows_only else pieces_of(deployment)
+    return sum(relaying_s(deployment, piece) for piece in pieces)
+
+
+def relaying_s(deployment: Deployment, piece: Piece) -> float:
+    """Of the processor, to sum and push on what a node's workers push, and to pass answers on.
+
+    Between workers and relays nothing is encoded.
+    """
+    if not deployment.relayed:
+        return 0.0
+    hosts, workers = deployment.hosts, deployment.workers_per_node
+    coded = piece.coded is not None
+    whole_bytes = piece.elems * deployment.bytes_per_elem if coded else piece.size_bytes
+    byte_s = hosts.relay_byte_s + workers * piece.of_each * hosts.relay_worker_byte_s
+    return whole_bytes * byte_s
+
+
+class _Relays:
+    """Of a node: one process, whose work takes turns, the most urgent first."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._waiting: list[tuple[tuple[int, ...], float, Callable[[], None]]] = []
+        self._busy = False
+
+    def take(self, key: tuple[int, ...], seconds: float, then: Callable[[], None]) -> None:
+        """``key``: unlike any other that waits."""
+        if not seconds:
+            then()
+            return
+        heapq.heappush(self._waiting, (key, seconds, then))
+        if not self._busy:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._busy = bool(self._waiting)
+        if self._busy:
+            _, seconds, then = heapq.heappop(self._waiting)
+            self._lanes.at(self._lanes.now_s + seconds, partial(self._end, then))
+
+    def _end(self, then: Callable[[], None]) -> None:
+        then()
+        self._begin()
+
+
 def complete_s(deployment: Deployment, ready_s: Sequence[float], backward_s: float) -> list[float]:
     """When each array, and then each table, is back on the workers.
 
@@ -193,6 +248,7 @@ class _Exchange:
         capacities, passing = connections(deployment)
         self.lanes = Lanes(capacities, passing, most_bytes_per_s=deployment.copied_bytes_per_s)
         self.complete_s = [0.0] * len(ready_s)
+        self._relays = _Relays(self.lanes)
         preset = PRESETS[deployment.preset]
         self._deployment = deployment
         self._reply = preset["reply"]
@@ -209,6 +265,7 @@ class _Exchange:
         self._asked: set[int] = set()
         self._busy_until_s = [0.0] * self._servers
         self._sent = 0
+        self._relayed = 0
         self._coding_until_s: dict[tuple[str, int], float] = {}
         self._priorities = priorities(deployment)
         order = sorted(range(len(ready_s)), key=lambda p: (ready_s[p], self._priorities[p]))
@@ -220,9 +277,20 @@ class _Exchange:
 
     def _push(self, parameter: int) -> None:
         for number in self._parts[parameter]:
-            piece = self._pieces[number]
-            send = partial(self._send, number, False, piece.size_bytes, self._received)
-            self._after("encode pushes", piece.server % MOST_CORES, piece.encode_s, send)
+            self._relay(number, partial(self._push_on, number))
+
+    def _push_on(self, number: int) -> None:
+        """From the node."""
+        piece = self._pieces[number]
+        send = partial(self._send, number, False, piece.size_bytes, self._received)
+        self._after("encode pushes", piece.server % MOST_CORES, piece.encode_s, send)
+
+    def _relay(self, number: int, then: Callable[[], None]) -> None:
+        """By the node's relays, if it has some: half of their work is for a push."""
+        piece = self._pieces[number]
+        self._relayed += 1
+        rank = self._priorities[piece.parameter] if self._by_priority else self._relayed
+        self._relays.take((rank, self._relayed), relaying_s(self._deployment, piece) / 2, then)
 
     def _after(self, what: str, server: int, seconds: float, then: Callable[[], None]) -> None:
         """When a thread has done its work for this server, one thing after the other.
@@ -305,7 +373,7 @@ class _Exchange:
 
     def _answered(self, number: int) -> None:
         piece = self._pieces[number]
-        arrive = partial(self._arrived, number)
+        arrive = partial(self._relay, number, partial(self._arrived, number))
         self._after("decode replies", piece.server % MOST_CORES, piece.decode_s, arrive)
 
     def _arrived(self, number: int) -> None:

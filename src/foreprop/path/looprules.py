@@ -6,7 +6,15 @@ allows would silently give other results. Here are the errors that they get.
 
 from __future__ import annotations
 
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+
 from foreprop.errors import TrainingLoopError
+
+if TYPE_CHECKING:
+    from foreprop.path.managedparameter import Watched
 
 _EDIT_HINT = (
     "Set parallelize(..., update='workers'): then every worker applies the optimizer, and gradients"
@@ -20,11 +28,11 @@ _ANY_NUMBER_HINT = (
 _CLIP_HINT = f"Servers update it as soon as all ranks have sent theirs. {_EDIT_HINT}"
 
 
-def read_before_step(name: str, step: int, *, in_place: bool) -> TrainingLoopError:
+def read_before_step(owner: Watched, step: int, *, in_place: bool) -> TrainingLoopError:
     return TrainingLoopError(
-        f"the gradient of {name} is {'edited' if in_place else 'read'} between backward() and"
+        f"the gradient of {owner.name} is {'edited' if in_place else 'read'} between backward() and"
         f" step(), in step {step}, but servers update it as soon as all ranks have sent theirs."
-        f" {_EDIT_HINT}"
+        f"{_another_optimizer(owner)} {_EDIT_HINT}"
     )
 
 
@@ -44,12 +52,12 @@ def another_pass(name: str, passes: int) -> TrainingLoopError:
     )
 
 
-def step_left_out(name: str, step: int) -> TrainingLoopError:
+def step_left_out(owner: Watched, step: int) -> TrainingLoopError:
     return TrainingLoopError(
-        f"the gradient of {name} was pushed in step {step}, then discarded,"
-        f" and optimizer.step() was never called. {_ANY_NUMBER_HINT} Or decide before"
-        " backward() whether to make the step. If some passes are always discarded (a GAN's"
-        " generator's, in its discriminator), they must be so from the first two steps on."
+        f"the gradient of {owner.name} was pushed in step {step}, then discarded, and"
+        f" optimizer.step() was never called.{_another_optimizer(owner)} {_ANY_NUMBER_HINT} Or"
+        " decide before backward() whether to make the step. If some passes are always discarded"
+        " (a GAN's generator's, in its discriminator), they must be so from the first two steps on."
     )
 
 
@@ -72,13 +80,37 @@ def edited(name: str) -> TrainingLoopError:
     )
 
 
-def used_before_step(name: str, step: int) -> TrainingLoopError:
+def used_before_step(owner: Watched, step: int) -> TrainingLoopError:
     return TrainingLoopError(
-        f"{name} is used between backward() and optimizer.step(), in step"
+        f"{owner.name} is used between backward() and optimizer.step(), in step"
         f" {step}: servers have been sent its gradient, and may"
-        " replace its value at any moment. Call optimizer.step() first. If there are more"
+        " replace its value at any moment. Call optimizer.step() first."
+        f"{_another_optimizer(owner)} If there are more"
         " backward passes here than in the first step, or a step was left out:"
         f" {_ANY_NUMBER_HINT}"
+    )
+
+
+def _another_optimizer(owner: Watched) -> str:
+    """Whether the step may have been another one's: those that have the parameter, by class."""
+    holders = [
+        one
+        for one in gc.get_objects()
+        if issubclass(type(one), torch.optim.Optimizer)
+        and any(
+            p is owner.parameter
+            for group in vars(one).get("param_groups", ())
+            for p in group["params"]
+        )
+    ]
+    # what a session has put on its optimizer tells which is its
+    own = [type(one).__name__ for one in holders if "zero_grad" in vars(one)]
+    others = [type(one).__name__ for one in holders if "zero_grad" not in vars(one)]
+    if not others or not own:
+        return ""
+    return (
+        f" Another optimizer has {owner.name}, too ({others[0]}), whose step() makes none here:"
+        f" step the one that parallelize() was given ({own[0]}), or give it the other."
     )
 
 

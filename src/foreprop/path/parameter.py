@@ -216,7 +216,7 @@ class SynchronisedParameter:
         if (own.left or own.is_new) and (in_place or not own.left):
             from foreprop.path import looprules
 
-            raise looprules.read_before_step(self.name, session.completed + 1, in_place=in_place)
+            raise looprules.read_before_step(self, session.completed + 1, in_place=in_place)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._value.memory.await_staged()
             self._engine.wait(self._number, own.pushed_step)

@@ -174,10 +174,9 @@ class ServedGradient:
     def _too_late(self, *, kept: bool) -> Exception:
         from foreprop.path import looprules
 
-        name = self._owner.name
         if kept:
-            return looprules.another_pass(name, self._passes.expected)
-        return looprules.step_left_out(name, self.pushed_step)
+            return looprules.another_pass(self._owner.name, self._passes.expected)
+        return looprules.step_left_out(self._owner, self.pushed_step)
 
     def check_unedited(self) -> None:
         """Raise if somebody has written to the gradient since its push.
@@ -254,7 +253,7 @@ class ServedGradient:
         if self.pushed_step > self._session.completed:
             from foreprop.path import looprules
 
-            raise looprules.used_before_step(self._owner.name, self._session.completed + 1)
+            raise looprules.used_before_step(self._owner, self._session.completed + 1)
 
     def detach(self) -> None:
         """The session is over."""

@@ -23,6 +23,7 @@ from foreprop.errors import RemoteProtocolError
 from foreprop.path.memory import bytes_of
 from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
 from foreprop.path.partoptimizer import PartOptimizer, Step
+from foreprop.path.samebatch import SameBatch
 from foreprop.path.sums import (
     Extent,
     GradientBuffer,
@@ -126,6 +127,9 @@ class SliceStore:
         }
         self._pools: defaultdict[tuple[Extent, torch.dtype], list[GradientBuffer]]
         self._pools = defaultdict(list)
+        whose = "ranks" if manifest.workers_per_push == 1 else "nodes"
+        watches = self._world_size > 1 and 0 in self._slices  # one server: all would say the same
+        self._same_batch = SameBatch(f"server {index}", whose) if watches else None
 
     def values(self, slice_: int) -> memoryview:
         """The slice's parameters as bytes, for replies.
@@ -276,10 +280,20 @@ class SliceStore:
             buffer.pool.append(buffer)
         tensors.gradients.clear()
 
+    def _compare(self, same_batch: SameBatch, tensors: SliceTensors, ranks: Sequence[int]) -> None:
+        """In the first steps."""
+        part = tensors.extent.part
+        gradients = [part(tensors.gradients[rank].tensor) for rank in ranks]
+        same_batch.look(tensors.piece.number, gradients, many=len(ranks))
+        if not same_batch.watching:
+            self._same_batch = None
+
     def _total(
         self, tensors: SliceTensors, ranks: Sequence[int], scale: float = 1.0
     ) -> torch.Tensor:
         """The aggregated gradient, not clipped; may be in the memory of the first rank's."""
+        if self._same_batch is not None:
+            self._compare(self._same_batch, tensors, ranks)
         first, *others = ranks
         total = tensors.gradients[first].tensor.to(tensors.sum_dtype)
         for rank in others:

@@ -16,6 +16,7 @@ from typing import Any
 from foreprop.core.frames import Stage
 from foreprop.errors import ConfigError
 from foreprop.model.planner import Candidate, PlanSetting, forecast
+from foreprop.quantities import counted
 from foreprop.report.timeline import StepSpan, TimelineEvent, parse_events, step_spans
 from foreprop.report.tracefile import ProcessTrace
 from foreprop.workload.profile import Profile, ProfiledArray
@@ -87,7 +88,8 @@ def measure(trace: ProcessTrace) -> WorkerSteps:
     whole = [span for span, later in pairwise(spans) if later.step == span.step + 1]
     if not whole:
         raise ConfigError(
-            f"the trace of {trace.process} has {len(spans)} step(s) with a forward and a backward"
+            f"the trace of {trace.process} has {counted(len(spans), 'step')} with a forward and"
+            " a backward"
             " pass, and no two in a row: record more steps (trace_steps)"
         )
     known = [step for step in whole if step.step > LEARNING_STEPS]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foreprop.errors import ConfigError
+from foreprop.quantities import counted
 from foreprop.report.document import (
     milliseconds,
     palette_css,
@@ -56,12 +57,18 @@ class Job:
     """When the trace was written, seconds since 1970."""
 
     @property
+    def awaited(self) -> str:
+        """What a worker waits for: on one machine there is no network."""
+        nodes = self.about.get("nodes", 0)
+        return "the network" if nodes > 1 else "others on its machine" if nodes else "others"
+
+    @property
     def headline(self) -> str:
         """The sentence that people want."""
         subject, predicted = self.subject, self.predicted
         text = (
             f"A step takes {milliseconds(subject.median_s)}, of which"
-            f" {percent(subject.waiting_share)} waits for the network"
+            f" {percent(subject.waiting_share)} waits for {self.awaited}"
         )
         parts = []
         if predicted.ddp_s is not None:
@@ -169,11 +176,12 @@ def _lede(job: Job) -> str:
     about, subject = job.about, job.subject
     low, high = subject.deciles_s
     text = (
-        f"Worker {subject.rank}, {len(subject.steps):,} steps; most take {milliseconds(low)} to"
+        f"Worker {subject.rank}, {counted(len(subject.steps), 'step')}; most take"
+        f" {milliseconds(low)} to"
         f" {milliseconds(high)} (p10 to p90)."
     )
     if about:
-        text = f"{about['ranks']} workers on {about['nodes']} node(s). {text}"
+        text = f"{counted(about['ranks'], 'worker')} on {counted(about['nodes'], 'node')}. {text}"
     late = find_straggler(job.measured)
     if late is not None:
         rank, late_s = late
@@ -223,7 +231,7 @@ def _facts(job: Job) -> dict[str, object]:
         parameter["itemsize"] * _elems(parameter["shape"]) for parameter in about["parameters"]
     )
     return found | {
-        "workers": f"{about['ranks']} on {about['nodes']} node(s)",
+        "workers": f"{about['ranks']} on {counted(about['nodes'], 'node')}",
         "servers": about["servers"],
         "parameters": f"{len(about['parameters']):,}, {size_bytes / 1e6:,.1f} MB",
         "slices": f"{about['slice_elems']:,} elements",

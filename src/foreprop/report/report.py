@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foreprop.errors import ConfigError
+from foreprop.quantities import counted
 from foreprop.report.document import (
     ABSENT,
     TIMES,
@@ -142,7 +143,8 @@ def _pair(runs: Sequence[RunSummary]) -> tuple[RunSummary, RunSummary] | None:
 
 def _lede(context: ReportContext, runs: Sequence[RunSummary]) -> str:
     setting = (
-        f"Training {context.model} on {context.workers} workers and {context.servers} servers, "
+        f"Training {context.model} on {counted(context.workers, 'worker')} and"
+        f" {counted(context.servers, 'server')}, "
         f"{_rate(context)}"
     )
     pair = _pair(runs)
@@ -233,7 +235,7 @@ def _facts(context: ReportContext, runs: Sequence[RunSummary]) -> dict[str, obje
         "workers": context.workers,
         "servers": context.servers,
         "network": ", ".join(filter(None, [_rate(context), context.links])),
-        "batch size": f"{context.batch_size} samples per worker",
+        "batch size": f"{counted(context.batch_size, 'sample')} per worker",
         "steps": _listing(list(dict.fromkeys(f"{run.steps:,}" for run in runs)) or [ABSENT]),
         **context.machine,
         "foreprop": context.foreprop_version,

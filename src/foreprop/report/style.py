@@ -6,7 +6,8 @@ a dark page; `tests/unit/test_style.py` computes it. Variants of a system have i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,6 +111,15 @@ def style_of(system: str) -> Style:
         if name in STYLES or name in VARIANTS:
             return STYLES.get(name) or VARIANTS[name]
     return OTHER
+
+
+def with_gaps(
+    points: Iterable[tuple[float, float]], measured: Iterable[float]
+) -> tuple[list[float], list[float]]:
+    """A line's xs and ys, not joined where others were ``measured`` and this one was not."""
+    known = dict(points)
+    xs = sorted({*known, *measured})
+    return xs, [known.get(x, math.nan) for x in xs]
 
 
 Draw = Callable[[Figure], None]

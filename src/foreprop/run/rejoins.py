@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from foreprop.errors import ConfigError
+from foreprop.quantities import counted
 from foreprop.run.resources import Host
 
 FIRST_PAUSE_S = 1.0
@@ -41,7 +42,7 @@ def parse_nodes(text: str, hosts: int) -> NodeRange:
     if least > most:
         raise ConfigError(f"nodes is {text!r}; the first number is the smaller one: {most}:{least}")
     if most > hosts:
-        known = "there is 1 host" if hosts == 1 else f"there are {hosts} hosts"
+        known = f"there {'is' if hosts == 1 else 'are'} {counted(hosts, 'host')}"
         raise ConfigError(
             f"nodes is {text!r}, and {known}; give at most {min(least, hosts)}:{hosts}, or name"
             " more hosts in --resources"

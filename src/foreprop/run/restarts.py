@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from foreprop.errors import ConfigError
+from foreprop.quantities import counted
 from foreprop.run.plan import Plan, check_reachable
 from foreprop.run.rejoins import NodeRange, Rejoins
 from foreprop.run.run import Launcher, Outcome
@@ -42,7 +43,7 @@ class Restarts:
         least_hosts = len(plan.hosts) if least_hosts is None else least_hosts
         if least_hosts > len(plan.hosts):
             raise ConfigError(
-                f"min_hosts is {least_hosts}, and there are {len(plan.hosts)} hosts; it must be at"
+                f"min_hosts is {least_hosts}, of {counted(len(plan.hosts), 'host')}; it must be at"
                 " most as many"
             )
         self._plan = plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foreprop.config import PRESETS, Config
+from foreprop.quantities import counted
 from foreprop.servers.launch import Connections
 from foreprop.servers.setup import Setup
 
@@ -18,8 +19,8 @@ def describe_served(setup: Setup, connections: Connections, codecs: PushCodecs |
     kind = "dedicated" if config.dedicated_servers else "beside the workers"
     relayed = ", local aggregation" if connections.workers_per_push > 1 else ""
     return (
-        f"{setup.world.size} workers on {connections.nodes} node(s),"
-        f" {connections.servers} server(s) {kind}{relayed}; {_describe_order(config)},"
+        f"{counted(setup.world.size, 'worker')} on {counted(connections.nodes, 'node')},"
+        f" {counted(connections.servers, 'server')} {kind}{relayed}; {_describe_order(config)},"
         f" slice_elems={config.cut_elems(connections.servers)}{describe_wire_dtype(config)}"
         f"{'' if codecs is None else codecs.describe()}{_describe_staleness(config)}"
         f"{_describe_counting(config)};"
@@ -58,7 +59,9 @@ def _describe_staleness(config: Config) -> str:
 def _describe_counting(config: Config) -> str:
     """If servers may count some workers only."""
     if config.elastic:
-        more = "" if config.max_workers is None else f", up to {config.max_workers} workers"
+        more = (
+            "" if config.max_workers is None else f", up to {counted(config.max_workers, 'worker')}"
+        )
         return f" elastic (a worker that dies leaves{more})"
     if config.counted_replay is not None:
         return f" counted_replay={config.counted_replay}"

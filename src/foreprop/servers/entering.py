@@ -36,6 +36,7 @@ from foreprop.link.connection import Connection, bounded, nothing, unencrypted
 from foreprop.link.stream import connect, load_checksum
 from foreprop.path.parameter import SynchronisedParameter
 from foreprop.path.pending import make_pending
+from foreprop.quantities import counted
 from foreprop.servers.surviving import greet_at
 
 if TYPE_CHECKING:
@@ -113,9 +114,10 @@ def _check_shape(found: Whereabouts, config: Config, connections: Connections) -
         return
     kind = "dedicated ones" if dedicated else "beside the workers"
     raise HandshakeError(
-        f"the session has {servers} servers, {kind}; this worker expects {connections.servers}"
+        f"the session has {counted(servers, 'server')}, {kind}; this worker expects"
+        f" {connections.servers}"
         f" (dedicated_servers is {config.dedicated_servers}, WORLD_SIZE gives"
-        f" {connections.nodes} nodes): start it with the settings of the others"
+        f" {counted(connections.nodes, 'node')}): start it with the settings of the others"
     )
 
 

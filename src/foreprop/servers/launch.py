@@ -70,6 +70,9 @@ class Connections:
 
             check_reachable(self.address, world.host, config.interface)
         self.links: NodeLinks | None = None
+        self.pass_links = (
+            config.link_rate_bits_per_s is not None
+        )  # or connections leave the machine
         self.session_id = ""
 
     def _plan_local_aggregation(self) -> int:
@@ -78,8 +81,8 @@ class Connections:
         crosses = self.nodes > 1 or config.dedicated_servers > 0
         if config.local_aggregation == "on" and (workers == 1 or not crosses):
             raise ConfigError(
-                f"local_aggregation is 'on' with {workers} worker(s) per node and {self.nodes}"
-                " node(s): there is nothing to aggregate before it crosses a link; use 'auto'"
+                f"local_aggregation is 'on', workers per node are {workers}, nodes {self.nodes}:"
+                " there is nothing to aggregate before it crosses a link; use 'auto'"
             )
         sums = config.local_aggregation != "off" and config.staleness in (0, "late")
         sums = sums and not config.counts_some
@@ -229,6 +232,7 @@ class Connections:
         return TransportError(text)
 
     def tuned(self, sock: socket.socket) -> socket.socket:
+        self.pass_links |= not stays_on_this_machine(sock)
         tune(
             sock,
             unsent_bytes=None if self._config.lanes == "one" else self._config.unsent_bytes,

@@ -122,7 +122,8 @@ class ServedBackend:
         from foreprop.stragglers.pace import PaceKeeper  # after some steps
 
         ranks, before = self.connections.server_ranks(), self._setup.steps_before
-        return PaceKeeper(self.engine, ranks, steps_before=before)
+        links = self.connections.pass_links
+        return PaceKeeper(self.engine, ranks, steps_before=before, links=links)
 
     @property
     def straggler(self) -> Straggler | None:

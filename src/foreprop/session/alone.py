@@ -23,6 +23,7 @@ from foreprop.observe.trace import TraceRecorder, check_folders, trace_path
 from foreprop.path.optimizer import named_parameters
 from foreprop.session.addedsteps import AddedSteps
 from foreprop.session.figures import Follower, facts_of
+from foreprop.session.mistaken import report_idle, report_promised
 from foreprop.session.session import Session
 
 
@@ -68,6 +69,8 @@ class LoneSession(Session):
         self._steps: AddedSteps | None = None
         self._trace: _LoneTrace | None = None
         self._follower: Follower | None = None
+        report_promised()
+        report_idle(model, optimizer)
         check_folders(config)
         if isinstance(config.compression, str):
             from foreprop.compression.choosing import check_codecs

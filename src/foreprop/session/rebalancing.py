@@ -22,6 +22,7 @@ from foreprop.core.linkshares import as_setting, rates_on, shares_of
 from foreprop.core.linkwatch import LinkWatch, describe_move, is_worth_moving
 from foreprop.errors import TransportError
 from foreprop.link.stream import local_address
+from foreprop.quantities import counted
 from foreprop.servers.served import ServedBackend
 from foreprop.session.reconnecting import reconnect
 
@@ -46,7 +47,7 @@ class Rebalancing:
     def _find_obstacle(self) -> str | None:
         """Why no slices can move, if so."""
         if self._nodes <= 2:
-            return f"of {self._nodes} node(s) no server can own what spares a link"
+            return f"of {counted(self._nodes, 'node')} no server can own what spares a link"
         if self._training.remote is not None:
             return "remote tables stay on the servers where they are"
         if self._maybe_pace() is None:

@@ -18,6 +18,7 @@ from foreprop.cluster.rendezvous import Board
 from foreprop.cluster.world import World, current_world
 from foreprop.config import LOGGER, Config
 from foreprop.errors import ConfigError
+from foreprop.quantities import counted
 from foreprop.session.alone import LoneSession
 from foreprop.session.savedstates import load_model_and_optimizer, resume_alone, resume_connected
 from foreprop.session.session import ConnectedSession, Session, connect
@@ -99,7 +100,7 @@ class Resumption:
         self, found: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
         size = 1 if self._world is None else self._world.size
-        made = f"{found.world_size} rank(s) made"
+        made = f"{counted(found.world_size, 'rank')} made"
         if not found.is_whole:
             made = f"rank {', '.join(map(str, found.ranks))} of {found.world_size} made"
         more = f", which {made}: {size} do not make the same bits"

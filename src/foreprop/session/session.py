@@ -244,6 +244,11 @@ def connect(
 
         check_elastic(config)
     world = world or current_world(config.join_timeout_s, joins=config.join)
+    groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
+    if world.rank == 0 and not any(p.requires_grad for group in groups for p in group["params"]):
+        from foreprop.session.mistaken import report_idle
+
+        report_idle(model, optimizer)
     session = ConnectedSession(model, optimizer, world, config, scaler)
     if session.rank == 0 and (session.world_size > 1 or config.max_workers):
         LOGGER.info("%s", session.describe())

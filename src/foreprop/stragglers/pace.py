@@ -37,7 +37,12 @@ class PaceKeeper:
     kinds = frozenset({Kind.PACE_REPORT})
 
     def __init__(
-        self, engine: WorkerEngine, server_ranks: Sequence[int | None], *, steps_before: int = 0
+        self,
+        engine: WorkerEngine,
+        server_ranks: Sequence[int | None],
+        *,
+        steps_before: int = 0,
+        links: bool = True,
     ) -> None:
         self.order: tuple[int, ...] | None = None
         """To be told with the next pace, by rank 0."""
@@ -51,7 +56,7 @@ class PaceKeeper:
         """That has been told; on all ranks from the end of the same window on."""
         self._engine = engine
         self._progress = engine.progress
-        self._watch = StragglerWatch(server_ranks, steps_before=steps_before)
+        self._watch = StragglerWatch(server_ranks, steps_before=steps_before, links=links)
         self._told: dict[int, WindowReport] = {}  # the first server's, by step
         self._ended_s: float | None = None
         self._blocked_s = 0.0

@@ -18,6 +18,7 @@ from foreprop.link.connection import Connection, bounded
 from foreprop.path.memory import bytes_of
 from foreprop.path.tensors import DTYPES
 from foreprop.path.worker import WorkerEngine
+from foreprop.quantities import counted
 from foreprop.tables.parts import (
     END,
     REQUESTS,
@@ -196,7 +197,7 @@ class RowExchange:
 
     def _describe(self, pull: Pull) -> str:
         name = self._engine.parameters[pull.parameter].name
-        text = f"{len(pull.numbers)} rows of {name} as of step {pull.step}"
+        text = f"{counted(len(pull.numbers), 'row')} of {name} as of step {pull.step}"
         return "; ".join([text, *self._engine.inquiry.describe(self._whom_to_ask(pull))])
 
     def _whom_to_ask(self, pull: Pull) -> dict[int, int]:

@@ -72,6 +72,12 @@ class Hosts:
     server_row_byte_s: float | None = None
     """The same where the byte is a table's row's or its number's, looked up and added one by one;
     None: as any other."""
+    relay_byte_s: float = 1.2e-9
+    """Of the process of a node's relays, for each byte that it pushes on, answers counted in; for
+    the model, not for the simulation. This and the next: with two and four workers (docs/plan.md).
+    """
+    relay_worker_byte_s: float = 0.6e-9
+    """The same for each byte that one of the node's workers pushes to it."""
     gathered_byte_s: float = 0.0
     """Of a worker's processor for each byte of others' rows that an all-gather brings: copies
     between devices and memory, and adding up row by row, one table after the other. 0: rows are

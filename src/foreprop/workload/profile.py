@@ -123,8 +123,8 @@ class Profile:
 
         ``counted``: which share of an array's elements; with 0 the layer has its times only.
 
-        Measured times are stretched so that a step's compute is ``compute_s``, and each array is a
-        layer by itself, after one without arrays for what is computed before the first. Otherwise
+        Measured times are stretched so that a step's compute is ``compute_s``, and the arrays of an
+        operation are a layer, after one without arrays for what is computed before the first. Else
         the compute is shared out over the modules by FLOPs, with a small constant for each, and
         1 : 2 between forward and backward pass.
         """
@@ -149,13 +149,29 @@ class Profile:
         if self.measured_s is None:
             return list(self._modules().values())
         outside = self.before_first_use_s or self.after_last_gradient_s
-        return [()] * bool(outside) + [(array,) for array in self.arrays]
+        return [()] * bool(outside) + [(first, *more) for first, *more in self._timed()]
+
+    def _timed(self) -> list[list[ProfiledArray]]:
+        """By operation: an array that has its times, and those of its module that have none.
+
+        These follow it, or are the first of their module.
+        """
+        groups: list[list[ProfiledArray]] = []
+        for array in self.arrays:
+            before = groups[-1] if groups else []
+            known = before and _module(array.name) == _module(before[-1].name)
+            if known and not (_is_timed(array) and any(map(_is_timed, before))):
+                before.append(array)
+            else:
+                groups.append([array])
+        return groups
 
     def _measured_times(self, factor: float) -> Iterator[_Times]:
         before_s, after_s = self.before_first_use_s, self.after_last_gradient_s
         if before_s or after_s:
             yield "input", before_s * factor, after_s * factor
-        for array in self.arrays:
+        for arrays in self._timed():
+            array = next(filter(_is_timed, arrays), arrays[0])
             forward_s, backward_s = array.forward_s or 0.0, array.backward_s or 0.0
             yield array.name, forward_s * factor, backward_s * factor
 
@@ -270,6 +286,10 @@ def _scaled_elems(array: ProfiledArray, scale: int, share: float) -> int:
     """Of ``share`` of it, rounded up."""
     whole_bytes = _size_bytes(array) if share == 1 else math.ceil(share * _size_bytes(array))
     return -(-whole_bytes // (_ELEM_BYTES * scale))
+
+
+def _is_timed(array: ProfiledArray) -> bool:
+    return bool(array.forward_s or array.backward_s)
 
 
 def _module(array: str) -> str:
