@@ -11,6 +11,7 @@ of its own program, and writes it down first.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -21,12 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import psutil
+
 if TYPE_CHECKING:
     from tests.process.harness import Run
 
 Phase = Literal["forward", "backward", "between"]
 ACTIONS = (
-    "kill stop interrupt kill_server stop_server kill_relay stop_relay stop_server_and_die unplug"
+    "note kill stop stop_node hold interrupt kill_server stop_server kill_relay stop_relay"
+    " stop_server_and_die unplug"
 ).split()
 
 
@@ -38,6 +42,7 @@ class Fault:
     action: str
     log: str
     cable: str = ""
+    seconds: int = 0
 
 
 class EventInjector:
@@ -116,6 +121,14 @@ class Faults:
         elif fault.action.endswith("_relay"):  # started after the server
             signals = {"kill_relay": signal.SIGKILL, "stop_relay": signal.SIGSTOP}
             os.kill(pids[1], signals[fault.action])
+        elif fault.action == "note":
+            pass  # the test does the rest
+        elif fault.action == "stop_node":
+            for child in psutil.Process().children(recursive=True):
+                child.send_signal(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.action == "hold":  # as C code does that never lets others run
+            ctypes.PyDLL(None).sleep(fault.seconds)
         elif fault.action == "stop_server_and_die":
             os.kill(pids[0], signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGKILL)

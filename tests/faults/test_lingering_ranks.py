@@ -16,8 +16,9 @@ from foreprop.cluster.world import World
 from foreprop.errors import ForepropError
 from tests.cluster import run_cluster
 from tests.faults.lost_peers import Soon, ranks
-from tests.process.harness import Zygote
+from tests.process.harness import ROOT, Zygote, workers
 from tests.process.train_script import Scenario
+from tests.tiers import long_cases
 
 TOLD_WITHIN_S = 5.0  # of 300 s, step_timeout_s
 OWN, OURS = ValueError("odd"), foreprop.TrainingLoopError("rank 1: odd")
@@ -109,3 +110,21 @@ def test_an_error_that_nobody_catches_in_a_process_with_threads(
         for rank in range(0, size, 2):
             assert "rank 1 ended: ValueError: the data are odd" in results[rank]["message"]
             assert soon(results[rank]["at_s"] - results[1]["at_s"], TOLD_WITHIN_S), results
+
+
+EXITS = ROOT / "tests" / "process" / "exit_script.py"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("code", ["1", *long_cases("0")])
+def test_who_exits_is_not_waited_for_in_a_collective_of_the_others(
+    zygote: Zygote, tmp_path: Path, code: str
+) -> None:
+    """Nor does it wait in `close()` for who waits for it: both would for ``step_timeout_s``."""
+    about: Any = {"local_size": 2, "fork": 1, "script": EXITS, "EXIT_CODE": code}
+    with workers(zygote, tmp_path, 2, Scenario(), **about) as run:
+        run.wait(60)
+        assert "rank 1 has had enough" in run.output()
+        assert "Connection closed by peer" in run.output() or "Connection reset" in run.output()
+        assert run.codes()[0] == 1
+        run.check_nothing_left()

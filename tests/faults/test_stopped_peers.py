@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import shutil
-import subprocess
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.faults.cables import cables
 from tests.faults.faults import EventInjector
 from tests.faults.lost_peers import Soon, check_place, ranks
 from tests.process.harness import Run, Zygote, free_port, running
@@ -116,54 +111,6 @@ def test_a_stopped_server_ends_when_its_worker_is_killed(
         fault = injector.only_fault(run)
         check_timed_out(run, fault["at_s"], [0], r"rank 1\b|server 1\b", soon)
         run.check_nothing_left()
-
-
-class Cables:
-    """A network namespace per node, and a cable from each to a switch in a namespace of its own."""
-
-    def __init__(self, nodes: int) -> None:
-        self.tag = uuid.uuid4().hex[:6]
-        self.switch = f"fp{self.tag}s"
-        self.nodes = [f"fp{self.tag}n{i}" for i in range(nodes)]
-
-    def build(self) -> None:
-        for name in (self.switch, *self.nodes):
-            ip("netns", "add", name)
-        self._in(self.switch, "ip", "link", "add", "br0", "type", "bridge")
-        self._in(self.switch, "ip", "link", "set", "br0", "up")
-        for i, node in enumerate(self.nodes):
-            ends = ("type", "veth", "peer", "name", f"port{i}", "netns", self.switch)
-            self._in(node, "ip", "link", "add", "eth0", *ends)
-            self._in(node, "ip", "address", "add", f"10.231.77.{i + 1}/24", "dev", "eth0")
-            self._in(node, "ip", "link", "set", "eth0", "up")
-            self._in(node, "ip", "link", "set", "lo", "up")
-            self._in(self.switch, "ip", "link", "set", f"port{i}", "master", "br0", "up")
-
-    def _in(self, namespace: str, *command: str) -> None:
-        ip("netns", "exec", namespace, *command)
-
-    def remove(self) -> None:
-        for name in (*self.nodes, self.switch):
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-@contextlib.contextmanager
-def cables(nodes: int) -> Iterator[Cables]:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    made = Cables(nodes)
-    try:
-        try:
-            made.build()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-        yield made
-    finally:
-        made.remove()
 
 
 @pytest.mark.long

@@ -113,6 +113,7 @@ def train(plan: Plan, rank: int, result: dict[str, Any]) -> None:
     die_at, number, after_s = plan.deaths.get(str(rank), (0, 0, 0.0))
     if str(rank) in plan.cuts:
         cut_frame(Kind.PUSH, *plan.cuts[str(rank)], lambda: die(rank, result))
+    write(rank, {"began_s": time.monotonic()})
     joined = threading.Event()
     notices = session._training.backends.all[0].notices  # type: ignore[attr-defined]
     notices.attendance.on_membership.append(lambda *_: notices.arrivals and joined.set())

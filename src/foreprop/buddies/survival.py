@@ -155,6 +155,7 @@ class Survival:
         self._replies = WholeReplies(engine, self._streams)
         engine.owners |= dict.fromkeys(self.kinds, self)
         self._ending.outlives = self.outlives
+        self._ending.cut = lambda peer: self._streams[peer.number].lose()
 
     # A loss.
     def outlives(self, peer: Connection) -> bool:

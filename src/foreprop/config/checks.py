@@ -72,6 +72,11 @@ def check_settings(config: Config) -> None:
 
         check_counting(config)
     _check_aggregation(config)
+    if config.silence_report_s > config.silence_timeout_s:
+        raise ConfigError(
+            f"silence_report_s is {config.silence_report_s:g} and silence_timeout_s is"
+            f" {config.silence_timeout_s:g}: who counts as lost must have been told of before"
+        )
     if config.trace_steps is not None:
         parse_windows(config.trace_steps)
     if config.table_init is not None:

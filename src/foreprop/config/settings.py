@@ -259,6 +259,15 @@ class Config:
     step_timeout_s: float = _setting(300.0, "no progress for this long is an error", 0.1)
     join_timeout_s: float = _setting(120.0, "how long to wait for all processes at the start", 0.1)
     stall_report_s: float = _setting(10.0, "a wait this long is reported on standard error", 0.1)
+    silence_report_s: float = _setting(
+        5.0,
+        "of a rank or server of which nothing was heard for this long a line tells: its host is cut"
+        " off or stopped, whatever its code does",
+        1.0,
+    )
+    silence_timeout_s: float = _setting(
+        15.0, "of which nothing was heard for this long counts as lost", 1.0
+    )
     trace: str | None = _setting(
         None, "folder for traces of every process, for `foreprop report` and `foreprop trace`"
     )
@@ -281,7 +290,7 @@ class Config:
         for spec in fields(self):
             check_value(spec, getattr(self, spec.name), hints[spec.name])
         few = any(getattr(self, name) is not None for name in _FEW) or self.staleness
-        few = few or self.counts_some
+        few = few or self.counts_some or self.silence_report_s > self.silence_timeout_s
         served = self.servers_per_node and not self.dedicated_servers
         if few or not served or self.slice_elems == "auto" or self.lanes == "one":
             from foreprop.config.checks import check_settings

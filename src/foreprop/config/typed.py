@@ -81,6 +81,8 @@ class Settings(TypedDict, total=False):
     step_timeout_s: float
     join_timeout_s: float
     stall_report_s: float
+    silence_report_s: float
+    silence_timeout_s: float
     trace: str | None
     trace_steps: str | None
     log_steps: int | None

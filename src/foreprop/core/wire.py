@@ -86,6 +86,7 @@ class Kind(IntEnum):
     SERVERS = 41  # W: where all listen, or, as the first frame, the question; S: the answer
     POSITIONS = 42  # W: where its loaders are, for who joins (`slice`) at `step`; S: passed on
     TRAINABLE = 43  # W: which parameters it has frozen and unfrozen, as it ends `step`
+    PULSE = 44  # W: the first frame on a connection on which both ends say only that they are there
 
 
 class Flag(IntEnum):

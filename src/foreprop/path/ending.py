@@ -54,6 +54,9 @@ class Ending:
         self.finished = threading.Event()
         self.outlives: Callable[[Connection], bool] = lambda _: False
         """Whether the session goes on although this server is gone."""
+        self.cut: Callable[[Connection], object] = lambda peer: peer.stream.close()
+        """Ends a connection for this side; its receiving thread then says that it is lost."""
+        self._silent: dict[int, str] = {}
         self._connections = connections
         self._servers = names
         self._progress = progress
@@ -99,19 +102,25 @@ class Ending:
         """A server has gone; if it went with its worker, the other servers name that."""
         if self.outlives(peer) or self._closing or self.failed.wait(_CAUSE_S):
             return
-        why = why or f"its connection to rank {self._rank} closed"
+        name = self._servers[peer.number]
+        why = f"{name} is gone: {why or f'its connection to rank {self._rank} closed'}"
+        why = self._silent.pop(peer.number, why)
         awaited = self._progress.awaited
         if awaited == NOTHING:
             awaited = next(iter(self._inquiry.service.incomplete()), NOTHING)
         step, what = self._inquiry.service.describe_last(awaited)
         self.fail(
             PeerLost(
-                f"{self._servers[peer.number]} is gone: {why}; rank {self._rank} was waiting for"
-                f" {what}",
+                f"{why}; rank {self._rank} was waiting for {what}",
                 peer=f"server {peer.number}",
                 step=step,
             )
         )
+
+    def lose_silent(self, server: int, why: str) -> None:
+        """A server is stopped, or cut off: its connection does not tell. Any thread."""
+        self._silent[server] = why
+        self.cut(self._connections[server])
 
     def fail(self, error: ForepropError) -> None:
         """Keep the first error, and give up all connections: nothing more is coming."""

@@ -126,13 +126,14 @@ class Stranger:
             raise HandshakeError(describe_one_sided(rank, "this server"))
         header = decode_header(got)
         check_header(got, self._checksum)
-        if header.kind not in (Kind.HELLO, Kind.SERVERS):
+        if header.kind not in (Kind.HELLO, Kind.SERVERS, Kind.PULSE):
             raise RemoteProtocolError(f"the first frame is {Kind(header.kind).name}, not HELLO")
         if self.side is not None and self.side.is_question != (header.kind == Kind.SERVERS):
             raise RemoteProtocolError(f"{Kind(header.kind).name} is not what it has opened for")
         if header.payload_bytes > MAX_GREETING_BYTES:
             raise RemoteProtocolError(
-                f"HELLO of {header.payload_bytes} bytes; at most {MAX_GREETING_BYTES}"
+                f"{Kind(header.kind).name} of {header.payload_bytes} bytes; at most"
+                f" {MAX_GREETING_BYTES}"
             )
         if self.side is not None and header.rank != self.side.rank:
             raise RemoteProtocolError(f"rank {self.side.rank} greets as rank {header.rank}")

@@ -76,6 +76,10 @@ class Reception:
         if self._greeted.get(peer.rank) is peer:
             del self._greeted[peer.rank]
 
+    def maybe(self, rank: int) -> Connection | None:
+        """None: it has not greeted."""
+        return self._greeted.get(rank)
+
     def everybody(self) -> list[Connection]:
         return list(self._greeted.values())
 

@@ -8,6 +8,7 @@ sends. Who joins is `path.joining`'s; what the frames of a session are about, it
 from __future__ import annotations
 
 import contextlib
+import hmac
 import selectors
 import socket
 import threading
@@ -25,6 +26,8 @@ from foreprop.core.frames import Peers, Stage
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure, ForepropError, RemoteProtocolError, StorageError, failure_of
 from foreprop.link.connection import Connection, unexpected_bytes
+from foreprop.link.pulses import Pulses, read_greeting
+from foreprop.link.pulsing import PULSE_S
 from foreprop.link.stream import tune
 from foreprop.path.entrance import Entrance, Greeting, stream_of
 from foreprop.path.joining import Composer, GreetingRefused, Joining, Reception, StreamWrapper
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from foreprop.observe.trace import TraceRecorder
 
 _FAREWELL_S = 2.0
-_MOST_POLL_S = 1.0
+_MOST_POLL_S = PULSE_S
 """Between two looks at who is awaited: each costs a processor that others need."""
 _ACCEPT_AGAIN_S = 0.2
 _JOIN_SHARE = 0.9
@@ -66,6 +69,7 @@ class Server:
         self.index = index
         self.name = name or f"server {index}"
         self._config = config
+        self._session_id = session_id
         self._join_limit_s = _JOIN_SHARE * config.join_timeout_s
         self._is_emulated = wrap is not None
         self.lock = threading.RLock()
@@ -105,6 +109,10 @@ class Server:
             number = _FIRST_PROCESS + index if process_id is None else process_id
             self.trace = TraceRecorder(path, process, number, config.trace_steps)
 
+        self.pulses = Pulses(self.name, config, beats=True)
+        """By rank."""
+        self.pulses.lost = self._lose_silent
+
     # Life.
     def run(self, listener: socket.socket) -> Failure | None:
         """Serve until every worker has left or the session has failed; returns the failure."""
@@ -134,6 +142,7 @@ class Server:
         if now < self._looked_at_s + poll_s / 2:
             return
         self._looked_at_s = now
+        self.pulses.look()
         reporter.look()
         self._look_at_joining()
         self._look_at_parting()
@@ -218,6 +227,9 @@ class Server:
 
     def _admit(self, whole: Greeting) -> None:
         """Take the connection of who has greeted; the rest is said in a thread of its own."""
+        if whole.header.kind == Kind.PULSE:
+            self._hear_pulse(whole)
+            return
         stream, owners = stream_of(whole, self._config), self._joining.owners
         peer = Connection(stream, owners, sender=self.index, whose="rank", give_up_s=_FAREWELL_S)
         # to encrypt takes a while: who has shown the secret may have a thread for that
@@ -228,6 +240,24 @@ class Server:
         with self.lock:
             self._connections.append(peer)
         self._spawn("receive", lambda: self._receive(peer, later))
+
+    def _hear_pulse(self, whole: Greeting) -> None:
+        """Of a rank that has greeted, or is about to, on another connection."""
+        session_id, about = read_greeting(whole.payload)
+        if not hmac.compare_digest(session_id, self._session_id.encode()):
+            LOGGER.warning("%s: a stranger broke the protocol: PULSE of another session", self.name)
+            whole.sock.close()
+            return
+        rank = whole.header.rank
+        self.pulses.add(rank, whole.sock, f"rank {rank} ({about} at {whole.address})")
+
+    def _lose_silent(self, rank: int, why: str) -> None:
+        """It may be stopped, or cut off: its connection does not tell."""
+        with self.lock:
+            peer = self._reception.maybe(rank)
+        if peer is None or peer.left or self._done.is_set():
+            return
+        self._lose(peer, "PeerLost", f"{why}; {self._describe_last(peer)}")
 
     def _greets(self, peer: Connection, whole: Greeting) -> bool:
         """Whether it stays; who is refused is told."""
@@ -250,6 +280,7 @@ class Server:
             work.stop()
         for thread in self._threads:
             thread.join()
+        self.pulses.close()
         for end in self._wake:
             end.close()
         self._write_trace()

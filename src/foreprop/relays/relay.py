@@ -203,6 +203,7 @@ class Relay:
         self._server_name = server_name
         self._name = f"the relay of node {node}"
         self._work: RelayWork | None = None
+        self._silent = ""
         self._node = node
         self._host = Server(
             index=server,
@@ -214,6 +215,21 @@ class Relay:
             process=f"relay {node} to server {server}",
             process_id=_FIRST_PROCESS + node * _MOST_SERVERS + server,
         )
+
+    def watch(self, pulse: socket.socket) -> None:
+        """The server is to hear that this relay is there, and the other way round."""
+        name = f"{self._server_name} at {pulse.getpeername()[0]}"
+        self._host.pulses.add(SERVER, pulse, name)
+
+        def lose(number: int, why: str) -> None:
+            if number != SERVER:
+                lose_rank(number, why)
+                return
+            self._silent = why
+            self.link.stream.close()
+
+        lose_rank = self._host.pulses.lost
+        self._host.pulses.lost = lose
 
     # What it is to its `Server`.
     def peers(self, manifest: Manifest) -> Peers:
@@ -279,8 +295,8 @@ class Relay:
         if self._host.wait_for_end(_CAUSE_S):
             return
         what = self._work.describe_awaited() if self._work is not None else "its welcome"
-        why = why or "its connection closed"
-        message = f"{self._server_name} is gone: {why}; {self._name} was waiting for {what}"
+        why = f"{self._server_name} is gone: {why or 'its connection closed'}"
+        message = f"{self._silent or why}; {self._name} was waiting for {what}"
         self._host.fail(
             Failure(kind="PeerLost", message=message, peer=f"server {self.index}", step=-1)
         )

@@ -54,8 +54,8 @@ _REFUSED = "refused "
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 _NEEDED = frozenset(
-    "join_timeout_s step_timeout_s stall_report_s unsent_bytes push_window_bytes"
-    " link_rate_bits_per_s trace_steps encryption".split()
+    "join_timeout_s step_timeout_s stall_report_s silence_report_s silence_timeout_s unsent_bytes"
+    " push_window_bytes link_rate_bits_per_s trace_steps encryption".split()
 )
 """The settings that a server takes from an announcement: numbers, and nothing that names a file."""
 

@@ -16,6 +16,7 @@ from foreprop.core.sendbound import SendBound
 from foreprop.core.sendqueue import runs_ahead, takes_turns, window_share_bytes
 from foreprop.errors import ConfigError, RemoteProtocolError, TransportError
 from foreprop.link.connection import greeting
+from foreprop.link.pulses import WorkerPulses, pulse_greeting
 from foreprop.link.stream import (
     SocketStream,
     Stream,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 _END_BY_ITSELF_S = 3.0
 _AGAIN_S = 0.1
 """A server that has to end is given this long to tell the other workers why."""
+_PULSE_S, _PULSE_TRIES = 5.0, 3
+"""To connect once more to a server that listens, though strangers may crowd it."""
 
 
 class Connections:
@@ -74,6 +77,7 @@ class Connections:
             config.link_rate_bits_per_s is not None
         )  # or connections leave the machine
         self.session_id = ""
+        self.pulses = WorkerPulses(world.rank, config)
 
     def _plan_local_aggregation(self) -> int:
         """How many workers' gradients each push to a server is to have; raises `ConfigError`."""
@@ -162,12 +166,61 @@ class Connections:
 
     def _connect(self, server: int) -> Stream:
         """To a server, or to this node's relay to it."""
-        direct = self.workers_per_push == 1
-        if direct:
-            return self.stream_over(self.reach(server), server)
-        from foreprop.servers.relaystart import reach_relay
+        if self.workers_per_push == 1:
+            sock, target = self.reach(server), f"server {server}"
+        else:
+            from foreprop.servers.relaystart import reach_relay
 
-        return self.stream_over(reach_relay(self, server), server)
+            sock, target = reach_relay(self, server)
+        stream = self.stream_over(sock, server)
+        self.watch(server, sock, self.session_id, target)
+        return stream
+
+    def watch(self, server: int, sock: socket.socket, session_id: str, target: str) -> None:
+        """Have each say to the other that it is there, beside the connection that they have.
+
+        Threads of one process need not: none of them is stopped alone.
+        """
+        if self._world.in_process:
+            return
+        name = self.server_names()[server]
+        if session_id != self.session_id:
+            name = f"the substitute for server {server}"
+        elif self.workers_per_push == 1 and not self._config.dedicated_servers:
+            name += f" on node {self.node_of(server)}"
+        try:
+            host, pulse = self.pulse_beside(sock, session_id, target)
+        except (TransportError, OSError) as error:  # if that is a loss, what it is beside says so
+            text = "rank %d will not notice if %s falls silent: %s"
+            LOGGER.warning(text, self._world.rank, name, error)
+        else:
+            self.pulses.add(server, pulse, f"{name} at {host}")
+
+    def pulse_beside(
+        self, sock: socket.socket, session_id: str, target: str, whose: str = ""
+    ) -> tuple[str, socket.socket]:
+        """Where a connection leads, and a second one there. Nobody else is asked.
+
+        ``whose``: for messages there, if it is not this worker's own.
+        """
+        host, port = sock.getpeername()[:2]
+        about = f"{whose}node {self.node}, host {socket.gethostname()}"
+        for tries_left in reversed(range(_PULSE_TRIES)):
+            pulse = connect(host, port, timeout_s=_PULSE_S)
+            try:
+                if self._config.secret_file is not None:
+                    from foreprop.link.secret import authenticate
+
+                    shown = (session_id, target, self._world.rank)
+                    deadline = time.monotonic() + _PULSE_S
+                    authenticate(pulse, self._config, *shown, deadline, lambda: None)
+                pulse.sendall(pulse_greeting(session_id, self._world.rank, about))
+                break
+            except OSError:
+                pulse.close()
+                if not tries_left:
+                    raise
+        return host, pulse
 
     def stream_over(self, sock: socket.socket, server: int) -> Stream:
         """A connection that has greeted, as it is used from now on."""
@@ -300,6 +353,7 @@ class Connections:
     def close(self, *, kill: bool, patience_s: float = _END_BY_ITSELF_S) -> None:
         """Let the servers end by themselves, for a while if they have to, or else end them."""
         limit_s = patience_s if kill else self._config.step_timeout_s
+        self.pulses.close()
         for stream in self.streams:
             stream.close()
         for handle in self.handles:
@@ -318,6 +372,7 @@ class Connections:
         """In a forked child: let go of what only the parent may keep alive."""
         for sock in self.sockets:
             sock.close()
+        self.pulses.forget_in_child()
         for handle in self.handles:
             if isinstance(handle, ProcessServer):
                 handle.forget_in_child()

@@ -1,9 +1,10 @@
 """A server or relay process: ``python -m foreprop.servers FDS LIFELINE_FD TASK [--relay]``.
 
 Started by a worker or by ``foreprop server``, never by hand. FDS is the server's listening socket;
-of a relay the listening sockets, one for each server, and as many connections to the servers. It
-ends when its session does, and at once when the process that holds the other end of its lifeline
-ends. A world within one process has the same servers in threads (`ThreadServer`).
+of a relay the listening sockets, one for each server, as many connections to the servers, and as
+many on which both say that they are there (`link.pulses`). It ends when its session does, and at
+once when the process that holds the other end of its lifeline ends. A world within one process has
+the same servers in threads (`ThreadServer`).
 """
 
 from __future__ import annotations
@@ -60,8 +61,11 @@ def main() -> int:
 
 
 def _run_relays(task: RelayTask, config: Config, sockets: Sequence[socket.socket]) -> int:
-    listeners, upstreams = sockets[: len(sockets) // 2], sockets[len(sockets) // 2 :]
+    servers = len(task.server_names)
+    listeners, upstreams = sockets[:servers], sockets[servers : 2 * servers]
     relays = build_relays(task, config, upstreams)
+    for relay, pulse in zip(relays, sockets[2 * servers :], strict=True):
+        relay.watch(pulse)
     with ThreadPoolExecutor(len(relays)) as threads:
         failures = list(threads.map(lambda relay, listener: relay.run(listener), relays, listeners))
     return 1 if any(failures) else 0

@@ -32,15 +32,20 @@ def start_relays(connections: Connections, world: World, config: Config) -> None
         nonces=nonces,
     )
     upstreams: list[socket.socket] = []
+    pulses: list[socket.socket] = []
     listeners: list[socket.socket] = []
     try:
         for server in servers:
             upstreams.append(connections.reach(server))
             if config.encryption is not None and connections.channel is not None:
                 nonces.append(connections.channel.nonces.hex())
+            if not world.in_process:
+                about = (connections.session_id, f"server {server}")
+                pulse = connections.pulse_beside(upstreams[-1], *about, whose="the relay of ")
+                pulses.append(pulse[1])
             listeners.append(listen(connections.address, config.port_range))
     except BaseException:
-        for sock in (*upstreams, *listeners):
+        for sock in (*upstreams, *pulses, *listeners):
             sock.close()
         raise
     ports = [listener.getsockname()[1] for listener in listeners]
@@ -50,16 +55,16 @@ def start_relays(connections: Connections, world: World, config: Config) -> None
         relays = build_relays(task, config, upstreams)
         connections.handles += map(ThreadServer, relays, listeners)
     else:
-        connections.handles.append(ProcessServer(task, [*listeners, *upstreams]))
+        connections.handles.append(ProcessServer(task, [*listeners, *upstreams, *pulses]))
     for server, port in enumerate(ports):
         name = f"relay/{connections.node}/{server}"
         connections.board.publish(name, f"{connections.address} {port}")
 
 
-def reach_relay(connections: Connections, server: int) -> socket.socket:
-    """The node's to this server."""
+def reach_relay(connections: Connections, server: int) -> tuple[socket.socket, str]:
+    """The node's to this server, and what its secret is for."""
     node = connections.node
     what = f"the relay of node {node}, which rank {connections.first_rank} starts"
     found = connections.board.lookup(f"relay/{node}/{server}", what)
     target = f"relay {node} to server {server}"
-    return connections.greeted(connections.connect_to(*parse_address(found, what), target))
+    return connections.greeted(connections.connect_to(*parse_address(found, what), target)), target

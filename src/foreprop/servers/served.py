@@ -161,6 +161,7 @@ class ServedBackend:
     # The start.
     def start(self, parameters: Sequence[ManagedParameter]) -> None:
         rank_zero = self._setup.world.rank == 0
+        self.connections.pulses.heard.lost = self.engine.ending.lose_silent
         if self._setup.config.join is not None:
             from foreprop.servers.entering import enter
 

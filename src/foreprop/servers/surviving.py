@@ -94,7 +94,9 @@ def greet_at(
             f"rank {rank}'s connection to server {server} at {host} port {port} ended at once:"
             f" {error}"
         ) from error
-    return connections.stream_over(sock, server)
+    stream = connections.stream_over(sock, server)
+    connections.watch(server, sock, session, f"server {server}")
+    return stream
 
 
 def _connected(host: str, port: int, timeout_s: float, look: Callable[[], None]) -> socket.socket:

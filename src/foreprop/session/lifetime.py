@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from foreprop.cluster.world import World, wait_for_all_partings
 from foreprop.config import LOGGER
 from foreprop.errors import ForepropError
@@ -165,6 +167,8 @@ class Lifetime:
 def _close_all() -> None:
     """Close every open session of this process; after an uncaught error, tell the others why."""
     failure = getattr(sys, "last_value", None)
+    if _open:
+        _leave_collectives()
     for life in list(_open):
         try:
             if failure is not None:
@@ -174,6 +178,20 @@ def _close_all() -> None:
         except ForepropError as error:
             LOGGER.error("at the end: %s", error)
     wait_for_all_partings()
+
+
+def _leave_collectives() -> None:
+    """Nobody is to wait in a collective of the user's for a rank that waits in `close()` for it.
+
+    As if the process had ended already. NCCL's groups end when it has, for their work may still be
+    under way here; so do groups that something else still refers to.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or "nccl" in dist.get_backend():
+        return
+    try:
+        dist.destroy_process_group()
+    except (RuntimeError, ValueError) as error:
+        LOGGER.warning("at the end: torch.distributed: %s", error)
 
 
 def _forget_all_in_child() -> None:

@@ -1,0 +1,243 @@
+"""Ranks and servers that fall silent: stopped, or cut off. Whoever is only busy is not silent."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from foreprop.config import Config
+from foreprop.link.pulses import WorkerPulses
+from tests.faults import silent_nodes
+from tests.faults.faults import EventInjector
+from tests.faults.lost_peers import Soon, ranks
+from tests.faults.silent_nodes import Try, run_try
+from tests.process.harness import ROOT, Run, Zygote, running, torchruns_variables, wait_for
+from tests.process.train_script import Scenario
+from tests.tiers import long_cases
+
+pytestmark = pytest.mark.process
+
+DEDICATED = ROOT / "tests" / "process" / "dedicated_script.py"
+HANGS_S = 60.0
+SOON: dict[str, Any] = {"silence_report_s": 2.0, "silence_timeout_s": 5.0}
+"""Beside other programs a process may have to wait for seconds."""
+EVERYBODY_ENDS_S = 20.0
+"""With the settings' defaults."""
+
+
+# Who answers for a worker.
+def test_a_process_answers_for_a_worker_and_ends_with_it() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        worker = WorkerPulses(0, Config())
+        worker.add(0, near.dup(), "server 0")
+        far.settimeout(HANGS_S)
+        assert len(b"".join(far.recv(1) for _ in range(4))) == 4
+        worker.close()
+        near.close()
+        while far.recv(100):
+            pass
+
+
+HELD_OR_STOPPED = """
+import ctypes, os, signal, socket, sys
+from foreprop.config import Config
+from foreprop.link.pulses import WorkerPulses
+pulses = WorkerPulses(0, Config())
+pulses.add(0, socket.socket(fileno=int(sys.argv[1])), "server 0")
+print("ready", flush=True)
+if sys.argv[2] == "hold":
+    ctypes.PyDLL(None).sleep(4)  # with the interpreter's lock
+else:
+    os.kill(os.getpid(), signal.SIGSTOP)
+pulses.close()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who is stopped")
+@pytest.mark.parametrize("what", ["hold", "stop"])
+def test_who_keeps_the_interpreter_to_itself_is_there_and_who_is_stopped_is_not(what: str) -> None:
+    near, far = socket.socketpair()
+    command = [sys.executable, "-c", HELD_OR_STOPPED, str(near.fileno()), what]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe = subprocess.PIPE
+    started = subprocess.Popen(command, pass_fds=[near.fileno()], stdout=pipe, env=environment)
+    near.close()
+    with started, far:
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"ready\n"
+        if what == "hold":
+            far.settimeout(HANGS_S)
+            assert len(b"".join(far.recv(1) for _ in range(6))) == 6
+        else:
+            far.settimeout(3.0)
+            with pytest.raises(TimeoutError):
+                b"".join(far.recv(1) for _ in range(100))
+            started.send_signal(signal.SIGCONT)
+    assert started.returncode == 0
+
+
+# Without `elastic`.
+def ended_by_silence(run: Run, since_s: float, survivors: list[int], who: str) -> float:
+    """All of them name it; returns after how many seconds the last one did."""
+    results = run.results()
+    for rank in survivors:
+        found = results[rank]
+        assert found.get("error") == "PeerLost", f"{rank}: {found}\n{run.output()}"
+        assert re.search(who, found["message"]), f"{rank}: {found}"
+        assert "(silence_timeout_s)" in found["message"], f"{rank}: {found}"
+    return max(float(results[rank]["at_s"]) for rank in survivors) - since_s
+
+
+def scenario(injector: EventInjector, settings: dict[str, Any], **more: Any) -> Scenario:
+    faults = tuple(injector.plan)
+    return Scenario(steps=100_000, pause_s=0.02, settings=settings, faults=faults, **more)
+
+
+RANK_1 = r"rank 1 \(node 0, host \S+ at 127.0.0.1\) is gone: server \d has heard nothing of it for"
+SERVER_1 = r"server 1 \(beside rank 1\) on node 1 at 127.0.0.1 is gone: rank \d has heard nothing"
+NODE_1 = rf"rank 1 \(node 1, host \S+ at 127.0.0.1\) is gone|{SERVER_1}"
+
+
+@pytest.mark.parametrize(
+    ("action", "local_size", "who"),
+    [
+        ("stop", 3, RANK_1),
+        pytest.param("stop_server", 1, SERVER_1, marks=pytest.mark.long),
+        pytest.param("stop_node", 1, NODE_1, marks=pytest.mark.long),
+    ],
+)
+def test_all_ranks_end_and_name_who_is_silent(
+    zygote: Zygote, tmp_path: Path, action: str, local_size: int, who: str
+) -> None:
+    injector = getattr(EventInjector(tmp_path).at(rank=1, step=3, phase="backward"), action)()
+    told = scenario(injector, SOON)
+    with ranks(zygote, tmp_path, 3, told, local_size=local_size, fork=1) as run:
+        survivors = [0, 1, 2] if action == "stop_server" else [0, 2]
+        run.wait(but=[each for rank, each in enumerate(run.started) if rank not in survivors])
+        ended_by_silence(run, injector.only_fault(run)["at_s"], survivors, who)
+        assert "has heard nothing of" in run.output()
+        assert "for 2 s (silence_report_s); after 5 s (silence_timeout_s)" in run.output()
+        if action != "stop_server":
+            assert run.started[1].status() == psutil.STATUS_STOPPED
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("action", "rank", "who"),
+    [
+        ("stop", 1, rf"{RANK_1} 5 s".replace(r"server \d", "the relay of node 0")),
+        ("stop_server", 0, r"server 0 \(beside rank 0\) at 127.0.0.1 is gone: the relay of node"),
+        (
+            "stop_relay",
+            0,
+            r"the relay of node 0(, host \S+| \(beside rank 0\) to server \d) at 127",
+        ),
+    ],
+)
+def test_silence_beside_a_relay_is_named_by_all(
+    zygote: Zygote, tmp_path: Path, action: str, rank: int, who: str
+) -> None:
+    injector = getattr(EventInjector(tmp_path).at(rank=rank, step=3), action)()
+    told = scenario(injector, SOON)
+    with ranks(zygote, tmp_path, 4, told, local_size=2, fork=2) as run:
+        survivors = [each for each in range(4) if each != rank or action != "stop"]
+        run.wait(but=[each for n, each in enumerate(run.started) if n not in survivors])
+        fault = injector.only_fault(run)
+        ended_by_silence(run, fault["at_s"], survivors, who)
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.parametrize("action", ["stop", "stop_server", "stop_node"])
+def test_all_ranks_end_within_twenty_seconds(
+    zygote: Zygote, tmp_path: Path, action: str, soon: Soon
+) -> None:
+    injector = getattr(EventInjector(tmp_path).at(rank=1, step=3), action)()
+    with ranks(zygote, tmp_path, 3, scenario(injector, {}), fork=1) as run:
+        survivors = [0, 2]
+        run.wait(but=[run.started[1]])
+        took_s = ended_by_silence(run, injector.only_fault(run)["at_s"], survivors, NODE_1)
+        assert soon(took_s, EVERYBODY_ENDS_S)
+
+
+@pytest.mark.parametrize("settings", [SOON, *long_cases({})])
+def test_a_silent_dedicated_server_is_named(
+    zygote: Zygote, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """It is stopped when all have made a step, with the command that has started it."""
+    injector = EventInjector(tmp_path).at(rank=0, step=3).note()
+    told = scenario(injector, {**settings, "dedicated_servers": 1, "architecture": "ps"})
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with running(tmp_path) as run:
+        variables = run.environment(told)
+        for rank in range(2):
+            run.start(zygote, {**variables, **torchruns_variables(rank, store.port)})
+        arguments = ("server", "--rendezvous", f"127.0.0.1:{store.port}", "--count", "1")
+        command = run.start(zygote, variables, script=DEDICATED, arguments=arguments)
+        wait_for(injector.fired, run)
+        for server in command.children(recursive=True):
+            server.send_signal(signal.SIGSTOP)
+        run.wait(but=[command])
+        who = r"server 0 \(dedicated\) at 127.0.0.1 is gone: rank \d has heard nothing of it"
+        ended_by_silence(run, injector.only_fault(run)["at_s"], [0, 1], who)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "settings"),
+    [pytest.param(*each, marks=pytest.mark.long) for each in [(8, SOON), (20, {})]],
+)
+def test_who_holds_the_interpreters_lock_is_not_silent(
+    zygote: Zygote, tmp_path: Path, seconds: int, settings: dict[str, Any]
+) -> None:
+    """No thread of its interpreter runs meanwhile, and the others wait."""
+    injector = EventInjector(tmp_path).at(rank=1, step=3, phase="backward").hold(seconds=seconds)
+    told = Scenario(steps=6, settings=settings, faults=tuple(injector.plan))
+    with ranks(zygote, tmp_path, 3, told, fork=1) as run:
+        run.wait()
+        injector.only_fault(run)
+        assert len({each["sha256"] for each in run.results().values()}) == 1, run.output()
+        assert "has heard nothing of" not in run.output()
+        run.check_nothing_left()
+
+
+# With `elastic`.
+@pytest.mark.lab
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    [
+        ("server", 1),
+        *[
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [("cable", 0), ("power", 1), ("worker", 2), ("node", 0)]
+        ],
+    ],
+)
+def test_the_others_go_on_without_a_silent_node(
+    zygote: Zygote, tmp_path: Path, kind: silent_nodes.Kind, victim: int
+) -> None:
+    given = Try(kind=kind, victim=victim, workers=3, settings=SOON)
+    outcome = run_try(zygote, tmp_path, given)
+    assert any("silence_report_s" in line for line in outcome.messages), outcome.messages
+
+
+@pytest.mark.long
+@pytest.mark.lab
+def test_a_short_cut_is_told_and_nobody_leaves(zygote: Zygote, tmp_path: Path) -> None:
+    given = Try(kind="cable", victim=1, workers=3, settings={"silence_report_s": 1.5})
+    outcome = run_try(zygote, tmp_path, given, plugged_in_after_s=4.0)
+    assert any(re.search("hears of .* again, after", line) for line in outcome.messages)
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("rank-*.json")]
+    assert len({each["sha256"] for each in results}) == 1
+    assert [each["stats"]["left"] for each in results] == [{}] * 3
