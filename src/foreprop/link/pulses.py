@@ -20,11 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from foreprop.config import LOGGER, Config
-from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.silence import Silence
-from foreprop.core.wire import Kind, encode_header, sealed
+from foreprop.core.wire import Kind
+from foreprop.link.connection import unencrypted
 from foreprop.link.pulsing import PULSE_S
-from foreprop.link.stream import load_checksum
 
 _MOST_READ_BYTES = 4096
 _ABOUT_CHARACTERS = 100
@@ -35,8 +34,7 @@ _PROGRAM = str(Path(__file__).with_name("pulsing.py"))
 def pulse_greeting(session_id: str, rank: int, about: str) -> bytes:
     """The first frame on such a connection; ``about``: where the rank is, for messages."""
     data = f"{session_id} {about[:_ABOUT_CHARACTERS]}".encode()
-    header = encode_header(Kind.PULSE, 0, rank, 0, 0, CONTROL_PRIORITY, len(data))
-    return sealed(header, data, load_checksum()) + data
+    return unencrypted(Kind.PULSE, rank, data)
 
 
 def read_greeting(payload: memoryview) -> tuple[bytes, str]:
