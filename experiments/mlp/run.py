@@ -93,9 +93,10 @@ def run_mlp(
         cluster = Cluster(serve_mlp_node, setting, nodes=setting.nodes, network=setting.network)
     except NetworkUnavailable as error:
         raise ConfigError(f"links have to be made by the kernel, and cannot be: {error}") from error
+    workers = counted(setting.workers, "worker")
     with cluster:
         for name in setting.systems:
-            progress(f"{name}, {counted(setting.workers, 'worker')}: starting")
+            progress(f"{name}, {workers}: starting")
             cluster.ask_all(("build", name))
             warm_up = _Tally()
             _block(cluster, setting, name, RING_STEPS, warm_up)
@@ -103,9 +104,7 @@ def run_mlp(
         for done in range(0, setting.steps, _BLOCK_STEPS):
             count = min(_BLOCK_STEPS, setting.steps - done)
             for name, tally in tallies.items():
-                progress(
-                    f"{name}, {counted(setting.workers, 'worker')}: {done} of {setting.steps} steps"
-                )
+                progress(f"{name}, {workers}: {done} of {setting.steps} steps")
                 _block(cluster, setting, name, count, tally)
         for name in setting.systems:
             cluster.ask_all(("drop", name))
