@@ -19,6 +19,7 @@ from foreprop.lab.cluster import Cluster, busy_s
 from foreprop.lab.network import NetworkUnavailable
 from foreprop.lab.systems import means
 from foreprop.model.refined import Prediction, predict
+from foreprop.quantities import counted
 from foreprop.workload import limit
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.records import CPU_BOUND_SHARE, Spread
@@ -92,9 +93,10 @@ def run_mlp(
         cluster = Cluster(serve_mlp_node, setting, nodes=setting.nodes, network=setting.network)
     except NetworkUnavailable as error:
         raise ConfigError(f"links have to be made by the kernel, and cannot be: {error}") from error
+    workers = counted(setting.workers, "worker")
     with cluster:
         for name in setting.systems:
-            progress(f"{name}, {setting.workers} workers: starting")
+            progress(f"{name}, {workers}: starting")
             cluster.ask_all(("build", name))
             warm_up = _Tally()
             _block(cluster, setting, name, RING_STEPS, warm_up)
@@ -102,7 +104,7 @@ def run_mlp(
         for done in range(0, setting.steps, _BLOCK_STEPS):
             count = min(_BLOCK_STEPS, setting.steps - done)
             for name, tally in tallies.items():
-                progress(f"{name}, {setting.workers} workers: {done} of {setting.steps} steps")
+                progress(f"{name}, {workers}: {done} of {setting.steps} steps")
                 _block(cluster, setting, name, count, tally)
         for name in setting.systems:
             cluster.ask_all(("drop", name))

@@ -538,3 +538,20 @@ def test_no_other_optimizer_is_named_where_there_is_none() -> None:
         with pytest.raises(TrainingLoopError, match="is used between backward") as caught:
             model(torch.randn(2, 5))
         assert "nother optimizer" not in str(caught.value)
+        told = "Call optimizer.step() first, of the SGD that parallelize() was given."
+        assert told in str(caught.value)
+
+
+@servers_only
+def test_where_the_step_was_of_another_model_s_optimizer_its_own_is_named() -> None:
+    """As in a GAN, whose discriminator's was meant for the generator."""
+    with _session(3, update="servers") as (model, optimizer, _):
+        other = nn.Linear(2, 2)
+        stepped = torch.optim.Adam(other.parameters())
+        _backward(model, optimizer)
+        other(torch.ones(1, 2)).sum().backward()
+        stepped.step()
+        with pytest.raises(TrainingLoopError) as caught:
+            model(torch.randn(2, 5))
+        assert "first, of the SGD that parallelize() was given." in str(caught.value)
+        assert "nother optimizer" not in str(caught.value)

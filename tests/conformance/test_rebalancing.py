@@ -68,7 +68,7 @@ def has_slow_link(monkeypatch: pytest.MonkeyPatch, *reports: Sequence[Report]) -
 
     The clock goes on by a second whenever it is looked at. Returns how often each has measured.
     """
-    monkeypatch.setattr(PaceKeeper, "straggler", SLOW)
+    monkeypatch.setattr(PaceKeeper, "suspect", SLOW)
     asked: Counter[int] = Counter()
 
     def exchange(board: Any, *, node: int, **_: Any) -> Sequence[Report]:

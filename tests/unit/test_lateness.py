@@ -197,6 +197,17 @@ def test_at_least_thirty_steps_name_one() -> None:
     assert named_after([BY_COMPUTE, BY_COMPUTE, BY_COMPUTE, EVEN] * 3, links=True) == [""] * 12
 
 
+def test_a_link_is_suspected_before_it_is_named() -> None:
+    """By less lateness, and sooner: links may then be measured."""
+    watch = StragglerWatch([0])
+    for window in (1, 2, 3, 4, 5):
+        watch.heard(0, window, a_report([0.0, 0.1], [0.5, 0.5]))
+        assert (watch.suspect is not None) == (window >= 2)
+        assert watch.straggler is None
+    assert watch.suspect is not None
+    assert (watch.suspect.rank, watch.suspect.cause) == (1, "link")
+
+
 def test_a_link_that_is_not_there_is_not_blamed() -> None:
     assert named_after([BY_LINK] * 5, links=True)[-1] == "link"
     assert named_after([BY_LINK] * 5, links=False) == [""] * 5

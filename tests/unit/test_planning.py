@@ -65,6 +65,12 @@ def test_with_rows_on_servers_the_other_way_is_hybrid() -> None:
     assert plan.text.startswith("a table\n")
 
 
+def test_what_a_node_s_relays_take_counts_against_servers() -> None:
+    fast = {"rate_bits_per_s": 25e9, "compute_s": 0.02}
+    assert plan_session(setting(**fast), AUTO, ()).architecture == "p2p"
+    assert plan_session(setting(**fast, workers_per_node=8), AUTO, ()).architecture == "ring"
+
+
 def test_that_plain_ddp_would_be_as_good_is_told() -> None:
     plan = plan_session(setting(rate_bits_per_s=100e9), AUTO, ())
     assert plan.architecture == "p2p"

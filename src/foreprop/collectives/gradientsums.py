@@ -120,7 +120,9 @@ class GradientSums:
         self._sums: dict[int, torch.Tensor] = {}
         """With the marks behind them; those of a family lie one behind the other."""
         self._families = _families(self.chunks)
-        self._same_batch = SameBatch("rank 0") if group.rank == 0 and group.size > 1 else None
+        # not on a device, which would have to wait for the answer
+        looks = group.rank == 0 and group.size > 1 and device.device.type == "cpu"
+        self._same_batch = SameBatch("rank 0") if looks else None
         of_many = (number for number, elems in enumerate(sizes) if elems > 1)
         self._compared = next(of_many, None)
         """The parameter whose gradients tell whether all ranks have the same batch."""

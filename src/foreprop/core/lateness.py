@@ -15,22 +15,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
 from foreprop.core.frames import PACE_STEPS
 
-_LEAST_SHARE = 0.2
-"""Of a step: who is late by less is not named."""
-_LEAST_S = 0.01
-"""Nor by less than this, which is how processes take turns on a busy machine."""
 _RATIO = 2.0
 """Whoever is named is late by so many times as much as the next one."""
 _COMPUTE_SHARE = 0.5
 """Of what a rank is late, if it is due to its compute."""
-_WINDOWS = 4
-"""In a row, 32 steps, until a straggler is named, or named no more."""
+
+
+class Bar(NamedTuple):
+    """What it takes to be called late."""
+
+    least_share: float
+    """Of a step."""
+    least_s: float
+    """Less is how processes take turns on a busy machine."""
+    windows: int
+    """In a row, until it is called so, or no more."""
+
+
+NAMED = Bar(0.2, 0.01, 4)
+"""To be named: 32 steps."""
+SUSPECTED = Bar(0.05, 0.005, 2)
+"""To have its link looked at."""
 
 Cause = Literal["compute", "link", "server"]
 
@@ -146,13 +157,20 @@ class StragglerWatch:
     ) -> None:
         self._steps_before = steps_before
         self._links = links
-        self.straggler: Straggler | None = None
+        self._named, self._suspected = _Verdict(NAMED), _Verdict(SUSPECTED)
         self._server_ranks = server_ranks
         self._reports: defaultdict[int, dict[int, WindowReport]] = defaultdict(
             dict
         )  # by window, server
-        self._candidate: Straggler | None = None
-        self._seen = 0  # the candidate, in so many windows in a row
+
+    @property
+    def straggler(self) -> Straggler | None:
+        return self._named.straggler
+
+    @property
+    def suspect(self) -> Straggler | None:
+        """Who is late by less already, or for less long."""
+        return self._suspected.straggler
 
     def heard(self, server: int, window: int, report: WindowReport) -> bool:
         """A server's report of a window; returns whether who is named, or why, has changed."""
@@ -162,12 +180,26 @@ class StragglerWatch:
             return False
         del self._reports[window]
         first_step = self._steps_before + (window - 1) * PACE_STEPS + 1
-        found = find_straggler(reports, self._server_ranks, first_step)
-        if found is not None and found.cause == "link" and not self._links:
-            found = None  # processes that take turns on one machine
-        return self._conclude(found)
+        changed = False
+        for verdict in (self._suspected, self._named):
+            found = find_straggler(reports, self._server_ranks, first_step, verdict.bar)
+            if found is not None and found.cause == "link" and not self._links:
+                found = None  # processes that take turns on one machine
+            changed = verdict.conclude(found)
+        return changed
 
-    def _conclude(self, found: Straggler | None) -> bool:
+
+class _Verdict:
+    """By one bar: who is late, if windows in a row agree."""
+
+    def __init__(self, bar: Bar) -> None:
+        self.bar = bar
+        self.straggler: Straggler | None = None
+        self._candidate: Straggler | None = None
+        self._seen = 0  # the candidate, in so many windows in a row
+
+    def conclude(self, found: Straggler | None) -> bool:
+        """What one window says; returns whether the straggler has changed."""
         before = self.straggler
         if _same(found, self._candidate):
             self._seen += 1
@@ -177,7 +209,7 @@ class StragglerWatch:
         else:
             self._seen = 1
         self._candidate = found
-        if self._seen >= _WINDOWS:
+        if self._seen >= self.bar.windows:
             self.straggler = found
         return not _same(before, self.straggler)
 
@@ -190,14 +222,17 @@ def _same(one: Straggler | None, other: Straggler | None) -> bool:
 
 
 def find_straggler(
-    reports: dict[int, WindowReport], server_ranks: Sequence[int | None], first_step: int
+    reports: dict[int, WindowReport],
+    server_ranks: Sequence[int | None],
+    first_step: int,
+    bar: Bar = NAMED,
 ) -> Straggler | None:
     """By one window's reports, by server; pure."""
     total = sum(report.slices for report in reports.values())
     paces = next(iter(reports.values())).paces
     if not total or min(pace.step_s for pace in paces) <= 0:  # or nothing is measured yet
         return None
-    least_s = max(_LEAST_S, _LEAST_SHARE * lower_median([pace.step_s for pace in paces]))
+    least_s = max(bar.least_s, bar.least_share * lower_median([pace.step_s for pace in paces]))
     late_s = [
         sum(report.slices * report.late_s[rank] for report in reports.values()) / total
         for rank in range(len(paces))

@@ -81,10 +81,12 @@ def edited(name: str) -> TrainingLoopError:
 
 
 def used_before_step(owner: Watched, step: int) -> TrainingLoopError:
+    own, _ = _optimizers(owner)
+    whose = f", of the {own} that parallelize() was given" if own else ""
     return TrainingLoopError(
         f"{owner.name} is used between backward() and optimizer.step(), in step"
         f" {step}: servers have been sent its gradient, and may"
-        " replace its value at any moment. Call optimizer.step() first."
+        f" replace its value at any moment. Call optimizer.step() first{whose}."
         f"{_another_optimizer(owner)} If there are more"
         " backward passes here than in the first step, or a step was left out:"
         f" {_ANY_NUMBER_HINT}"
@@ -92,26 +94,28 @@ def used_before_step(owner: Watched, step: int) -> TrainingLoopError:
 
 
 def _another_optimizer(owner: Watched) -> str:
-    """Whether the step may have been another one's: those that have the parameter, by class."""
-    holders = [
-        one
-        for one in gc.get_objects()
-        if issubclass(type(one), torch.optim.Optimizer)
-        and any(
-            p is owner.parameter
-            for group in vars(one).get("param_groups", ())
-            for p in group["params"]
-        )
-    ]
-    # what a session has put on its optimizer tells which is its
-    own = [type(one).__name__ for one in holders if "zero_grad" in vars(one)]
-    others = [type(one).__name__ for one in holders if "zero_grad" not in vars(one)]
-    if not others or not own:
+    """Whether the step may have been another one's."""
+    own, other = _optimizers(owner)
+    if not own or not other:
         return ""
     return (
-        f" Another optimizer has {owner.name}, too ({others[0]}), whose step() makes none here:"
-        f" step the one that parallelize() was given ({own[0]}), or give it the other."
+        f" Another optimizer has {owner.name}, too ({other}), whose step() makes none here:"
+        f" step the one that parallelize() was given ({own}), or give it the other."
     )
+
+
+def _optimizers(owner: Watched) -> tuple[str, str]:
+    """The classes of the session's optimizer and of another one that have the parameter; or ""."""
+    own = other = ""
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.optim.Optimizer):
+            groups = vars(one).get("param_groups", ())
+            if any(p is owner.parameter for group in groups for p in group["params"]):
+                if "zero_grad" in vars(one):  # what a session has put on it
+                    own = type(one).__name__
+                else:
+                    other = type(one).__name__
+    return own, other
 
 
 def changed_while_pending(name: str) -> TrainingLoopError:

@@ -68,7 +68,7 @@ class Rebalancing:
             pace.measure_due = False
             self._measure()
         elif self._training.world.rank == 0:
-            pace.asks_to_measure |= self._watch.observe(pace.straggler, time.monotonic())
+            pace.asks_to_measure |= self._watch.observe(pace.suspect, time.monotonic())
 
     def _measure(self) -> None:
         """On all ranks after the same step."""

@@ -65,6 +65,11 @@ class PaceKeeper:
     def straggler(self) -> Straggler | None:
         return self._watch.straggler
 
+    @property
+    def suspect(self) -> Straggler | None:
+        """Who may be worth a measurement of links."""
+        return self._watch.suspect
+
     # Training thread.
     def end_window(self, step: int) -> None:
         """After a window's last step."""
