@@ -50,6 +50,23 @@ def test_a_process_answers_for_a_worker_and_ends_with_it() -> None:
             pass
 
 
+def test_the_process_that_answers_is_started_again() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        worker = WorkerPulses(0, Config())
+        worker.add(0, near.dup(), "server 0")
+        far.settimeout(HANGS_S)
+        for _ in range(2):
+            assert far.recv(1)
+            process = worker._process
+            assert process is not None
+            process.kill()
+            process.wait()
+            while worker._process is process:
+                assert far.recv(100)
+        worker.close()
+
+
 HELD_OR_STOPPED = """
 import ctypes, os, signal, socket, sys
 from foreprop.config import Config
