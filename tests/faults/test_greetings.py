@@ -17,7 +17,15 @@ from foreprop.link.pulses import pulse_greeting
 from foreprop.path import entrance, server
 from tests.faults.lost_peers import Soon
 from tests.faults.relay_peers import MANIFEST, node
-from tests.faults.wire_peers import SESSION, Client, Session, manifest_of, resident_bytes, session
+from tests.faults.wire_peers import (
+    HANGS_S,
+    SESSION,
+    Client,
+    Session,
+    manifest_of,
+    resident_bytes,
+    session,
+)
 from tests.tiers import long_cases
 
 LATE: dict[str, Callable[[Client], None]] = {
@@ -100,6 +108,20 @@ def test_a_rank_whose_signs_of_life_stay_away_ends_the_session_with_its_name() -
                 " for 1 s (silence_timeout_s); its last push was b of step 1"
             )
         running.wait()
+
+
+def test_who_comes_in_a_place_is_not_missed_for_the_one_before_it() -> None:
+    with session(joined=False, silence_report_s=1.0, silence_timeout_s=1.0) as running:
+        before = running.stranger(1)
+        before.raw(pulse_greeting(SESSION, 1, "node 1"))
+        deadline = time.monotonic() + HANGS_S
+        while not len(running.server.pulses):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        running.join()
+        before.expect_closed()
+        running.make_a_step()
+        running.say_goodbye()
 
 
 def joins_all_the_same(running: Session) -> None:

@@ -54,8 +54,8 @@ class _Pulse:
         """Whether something has come; None: the connection has ended."""
         heard = False
         with contextlib.suppress(BlockingIOError):
-            while data := self.sock.recv(_MOST_READ_BYTES, socket.MSG_DONTWAIT):
-                heard = heard or bool(data)
+            while self.sock.recv(_MOST_READ_BYTES, socket.MSG_DONTWAIT):
+                heard = True
             return None
         return heard
 
