@@ -45,8 +45,15 @@ def main() -> None:
     task = msgspec.json.decode(os.environ["TASK"], type=Task)
     model = model_of(task)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    limit_s = task.silent_s / SILENT_SHARE
-    foreprop.parallelize(model, optimizer, elastic=True, step_timeout_s=limit_s)
+    silent_s = max(1.0, task.silent_s)
+    foreprop.parallelize(
+        model,
+        optimizer,
+        elastic=True,
+        step_timeout_s=silent_s / SILENT_SHARE,
+        silence_timeout_s=silent_s,
+        silence_report_s=min(5.0, silent_s),
+    )
     train(model, optimizer, Path(task.steps))
 
 

@@ -13,8 +13,16 @@ from foreprop.cluster.world import World
 from foreprop.errors import ForepropError, HandshakeError, TrainingLoopError
 from tests.cluster import run_cluster
 from tests.conformance.counting_runs import make_step
-from tests.conformance.parity import batches_of, build_seeded, small_model, with_sgd
+from tests.conformance.parity import (
+    batches_of,
+    build_seeded,
+    servers_only,
+    small_model,
+    with_sgd,
+)
 from tests.tiers import long_cases
+
+pytestmark = servers_only  # each test names the architecture that it needs
 
 STEPS = 6
 TURNED = 3
@@ -86,6 +94,17 @@ def test_one_rank_turns_a_parameter(
     for error in turning.errors:
         assert isinstance(error, TrainingLoopError), error
         assert f"step {TURNED}: {told} since the step before: set requires_grad" in str(error)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_one_rank_of_a_ring_turns_a_parameter(begun: bool) -> None:
+    turning = Turning((begun, begun), (begun, not begun), architecture="ring").run()
+    for error in turning.errors:
+        assert isinstance(error, TrainingLoopError), error
+        assert (
+            f"step {TURNED + 1}: requires_grad of 0.bias is as at the start on rank 0 and"
+            f" {not begun} on rank 1: every rank must set the same value"
+        ) in str(error)
 
 
 @pytest.mark.parametrize("update", ["workers", *long_cases("servers")])

@@ -13,10 +13,19 @@ import pytest
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.wire import Kind
 from foreprop.link.connection import greeting
+from foreprop.link.pulses import pulse_greeting
 from foreprop.path import entrance, server
 from tests.faults.lost_peers import Soon
 from tests.faults.relay_peers import MANIFEST, node
-from tests.faults.wire_peers import SESSION, Client, Session, manifest_of, resident_bytes, session
+from tests.faults.wire_peers import (
+    HANGS_S,
+    SESSION,
+    Client,
+    Session,
+    manifest_of,
+    resident_bytes,
+    session,
+)
 from tests.tiers import long_cases
 
 LATE: dict[str, Callable[[Client], None]] = {
@@ -65,6 +74,54 @@ def test_a_late_greeting_to_a_relay_is_refused_alone() -> None:
             assert "the session has begun" in stranger.expect_failure().message
             stranger.close()
         running.make_a_step()
+
+
+def test_signs_of_life_for_another_session_are_nobodys() -> None:
+    with session(silence_report_s=1.0, silence_timeout_s=1.0) as running:
+        stranger = running.stranger()
+        stranger.raw(pulse_greeting("another-id", 0, "node 0"))
+        stranger.expect_closed()
+        running.make_a_step()
+        running.say_goodbye()
+
+
+def test_signs_of_life_of_a_rank_that_there_is_not_are_not_missed() -> None:
+    with session(silence_report_s=1.0, silence_timeout_s=1.0) as running:
+        stranger = running.stranger()
+        stranger.raw(pulse_greeting(SESSION, 7, "node 7"))
+        stranger.expect_closed()  # after a second
+        running.make_a_step()
+        running.say_goodbye()
+
+
+def test_a_rank_whose_signs_of_life_stay_away_ends_the_session_with_its_name() -> None:
+    """Its own connection is as it was. What it says of itself is told without odd characters."""
+    with session(silence_report_s=1.0, silence_timeout_s=1.0) as running:
+        running.stranger().raw(pulse_greeting(SESSION, 1, "node 3, host \x1bn"))
+        running.make_a_step()
+        for worker in running.workers:
+            failure = worker.expect_failure()
+            assert failure.kind == "PeerLost"
+            assert failure.peer == "rank 1"
+            assert failure.message.startswith(
+                "rank 1 (node 3, host n at 127.0.0.1) is gone: server 0 has heard nothing of it"
+                " for 1 s (silence_timeout_s); its last push was b of step 1"
+            )
+        running.wait()
+
+
+def test_who_comes_in_a_place_is_not_missed_for_the_one_before_it() -> None:
+    with session(joined=False, silence_report_s=1.0, silence_timeout_s=1.0) as running:
+        before = running.stranger(1)
+        before.raw(pulse_greeting(SESSION, 1, "node 1"))
+        deadline = time.monotonic() + HANGS_S
+        while not len(running.server.pulses):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        running.join()
+        before.expect_closed()
+        running.make_a_step()
+        running.say_goodbye()
 
 
 def joins_all_the_same(running: Session) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,19 @@ import torch.distributed as dist
 from foreprop.config import Config
 from foreprop.link.pulses import WorkerPulses
 from tests.faults import silent_nodes
+from tests.faults.cables import cables
 from tests.faults.faults import EventInjector
 from tests.faults.lost_peers import Soon, ranks
 from tests.faults.silent_nodes import Try, run_try
-from tests.process.harness import ROOT, Run, Zygote, running, torchruns_variables, wait_for
+from tests.process.harness import (
+    ROOT,
+    Run,
+    Zygote,
+    free_port,
+    running,
+    torchruns_variables,
+    wait_for,
+)
 from tests.process.train_script import Scenario
 from tests.tiers import long_cases
 
@@ -48,6 +58,23 @@ def test_a_process_answers_for_a_worker_and_ends_with_it() -> None:
         near.close()
         while far.recv(100):
             pass
+
+
+def test_the_process_that_answers_is_started_again() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        worker = WorkerPulses(0, Config())
+        worker.add(0, near.dup(), "server 0")
+        far.settimeout(HANGS_S)
+        for _ in range(2):
+            assert far.recv(1)
+            process = worker._process
+            assert process is not None
+            process.kill()
+            process.wait()
+            while worker._process is process:
+                assert far.recv(100)
+        worker.close()
 
 
 HELD_OR_STOPPED = """
@@ -89,15 +116,15 @@ def test_who_keeps_the_interpreter_to_itself_is_there_and_who_is_stopped_is_not(
 
 
 # Without `elastic`.
-def ended_by_silence(run: Run, since_s: float, survivors: list[int], who: str) -> float:
-    """All of them name it; returns after how many seconds the last one did."""
+def ended_by_silence(run: Run, since_s: float, survivors: list[int], who: str) -> None:
+    """All of them name it, and not sooner than they may."""
     results = run.results()
     for rank in survivors:
         found = results[rank]
         assert found.get("error") == "PeerLost", f"{rank}: {found}\n{run.output()}"
         assert re.search(who, found["message"]), f"{rank}: {found}"
         assert "(silence_timeout_s)" in found["message"], f"{rank}: {found}"
-    return max(float(results[rank]["at_s"]) for rank in survivors) - since_s
+        assert float(found["at_s"]) > since_s + SOON["silence_timeout_s"] - 1.0
 
 
 def scenario(injector: EventInjector, settings: dict[str, Any], **more: Any) -> Scenario:
@@ -168,8 +195,38 @@ def test_all_ranks_end_within_twenty_seconds(
     with ranks(zygote, tmp_path, 3, scenario(injector, {}), fork=1) as run:
         survivors = [0, 2]
         run.wait(but=[run.started[1]])
-        took_s = ended_by_silence(run, injector.only_fault(run)["at_s"], survivors, NODE_1)
-        assert soon(took_s, EVERYBODY_ENDS_S)
+        since_s = injector.only_fault(run)["at_s"]
+        assert soon(time.monotonic() - since_s, EVERYBODY_ENDS_S), run.results()
+        ended_by_silence(run, since_s, survivors, NODE_1)
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.lab
+@pytest.mark.parametrize("cut_off", [1, 0])
+def test_all_ranks_end_within_twenty_seconds_when_a_cable_is_out(
+    zygote: Zygote, tmp_path: Path, cut_off: int, soon: Soon
+) -> None:
+    """On both sides of it. The rendezvous store is rank 0's."""
+    with cables(3) as net, running(tmp_path) as run:
+        point = EventInjector(tmp_path).at(rank=cut_off, step=3)
+        injector = point.unplug(cable=f"/run/netns/{net.switch} port{cut_off}")
+        port = free_port()
+        for rank, node in enumerate(net.nodes):
+            told = torchruns_variables(rank, port, 3)
+            told |= {"MASTER_ADDR": net.address(0), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+            variables = run.environment(scenario(injector, {}), FORK_SERVERS="1", **told)
+            run.start(zygote, variables, netns=f"/run/netns/{node}")
+        run.wait()
+        since_s = injector.only_fault(run)["at_s"]
+        assert soon(time.monotonic() - since_s, EVERYBODY_ENDS_S), run.results()
+        others = [rank for rank in range(3) if rank != cut_off]
+        lost = (
+            rf"(rank {cut_off} \(node {cut_off}, |server {cut_off} \(beside rank {cut_off}\) on n)"
+        )
+        ended_by_silence(run, since_s, others, lost)
+        ended_by_silence(run, since_s, [cut_off], r"(rank|server) \d .* is gone")
+        run.check_nothing_left()
 
 
 @pytest.mark.parametrize("settings", [SOON, *long_cases({})])

@@ -31,7 +31,7 @@ def packages(extra: str) -> set[str]:
 
 def test_who_only_trains_installs_nothing_of_reports_and_the_demo() -> None:
     base = {Requirement(text).name for text in PROJECT["dependencies"]}
-    assert base == {"torch", "numpy", "msgspec", "rich", "typer", "psutil", "zstandard"}
+    assert base == {"torch", "numpy", "msgspec", "rich", "typer", "psutil", "zstandard", "awscrt"}
     assert packages("report") == {"jinja2"}
     assert packages("demo") == {"jinja2", "pooch"}
     assert packages("demo") < packages("lab")

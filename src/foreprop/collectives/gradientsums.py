@@ -63,7 +63,8 @@ class StepSettings:
 
     def announce(self, step: int, text: str, scale: float = 1.0) -> None:
         """From ``step`` on the optimizer has these settings."""
-        self._kept = [self._kept[-1], _Settings(step, text, zlib.crc32(text.encode()), scale)]
+        before = self._kept[0] if self._kept[-1].since == step else self._kept[-1]
+        self._kept = [before, _Settings(step, text, zlib.crc32(text.encode()), scale)]
 
     def _at(self, step: int) -> _Settings:
         return next(settings for settings in reversed(self._kept) if settings.since <= step)
@@ -87,7 +88,7 @@ class StepSettings:
         with contextlib.suppress(StepTimeout, ValueError):
             for rank in range(self._ranks):
                 text = self._board.lookup(f"settings/{rank}", "its settings", timeout_s=_OTHERS_S)
-                found.append(json.loads(text))
+                found.append(json.loads(text or "[{}]"))  # or it has announced nothing
         for rank, groups in enumerate(found):
             if groups != found[0]:
                 return TrainingLoopError(describe_groups(step, (0, rank), found[0], groups))

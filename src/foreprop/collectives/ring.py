@@ -18,7 +18,7 @@ from foreprop.collectives.gradientsums import MOST_RANKS
 from foreprop.collectives.group import Group
 from foreprop.collectives.local_update import LocalState, LocalUpdater, comparable, settings_of
 from foreprop.config import Config
-from foreprop.core.agreement import decode_ring_manifest, describe_mismatch
+from foreprop.core.agreement import REQUIRES_GRAD, decode_ring_manifest, describe_mismatch
 from foreprop.core.freezing import Turned
 from foreprop.core.manifest import RingKnobs, RingManifest, WireDtype
 from foreprop.errors import ConfigError, HandshakeError
@@ -42,6 +42,8 @@ class RingBackend:
             _check_optimizer(setup.optimizer)
         _check_wire_dtype(setup.config.wire_dtype, setup.world.size)
         self._setup = setup
+        self._turned: dict[str, bool] = {}
+        """Which parameters are not as at the start, frozen or not."""
         self._updater = LocalUpdater(setup)
         self._group = Group(setup.world, setup.config)
         try:
@@ -94,7 +96,7 @@ class RingBackend:
             chunks_in_flight=config.chunks_in_flight,
             aggregation=self._setup.aggregation,
             wire_dtype=config.wire_dtype,
-            settings=tuple(json.loads(self._settings())),
+            settings=tuple(json.loads(json.dumps(self.numbers(), default=repr))),
             compression=config.codecs,
         )
         return self._setup.manifest(knobs, session=self.session_id)
@@ -142,15 +144,26 @@ class RingBackend:
 
     def announce(self, step: int) -> None:
         self._updater.announce(step)
+        self._announce_settings(step)
+
+    def _announce_settings(self, step: int) -> None:
         scale = self._setup.scale
         self.engine.settings.announce(step, self._settings(), 1.0 if scale is None else scale)
 
     def _settings(self) -> str:
         """The numbers as JSON, to be compared with other ranks'."""
-        return json.dumps(self.numbers(), default=repr)
+        turned = {f"{REQUIRES_GRAD} of {name}": on for name, on in sorted(self._turned.items())}
+        numbers = [] if self._setup.by_workers else self.numbers()  # each rank's own step
+        return json.dumps([*numbers, turned], default=repr)
 
     def tell_trainable(self, step: int, turned: Turned) -> None:
-        """A rank takes part in each parameter's collective, frozen or not."""
+        """A rank takes part in each parameter's collective, frozen or not, and tells it there."""
+        for number in (*turned.frozen, *turned.unfrozen):
+            info, on = self._setup.infos[number], number in turned.unfrozen
+            self._turned.pop(info.name, None)
+            if on != info.requires_grad:
+                self._turned[info.name] = on
+        self._announce_settings(step + 1)
 
     straggler = None
     """A collective takes as long for all: nobody can tell who is late."""

@@ -110,6 +110,8 @@ def describe_mismatch(ours: T, theirs: T, *, us: str, them: str) -> str | None:
 
 
 _ABSENT = "nothing"
+REQUIRES_GRAD = "requires_grad"
+_AS_BEGUN = "as at the start"
 
 
 def _differences(path: str, mine: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -144,11 +146,12 @@ def describe_groups(
     """How the second rank's settings differ from the first's; by parameter group."""
     first, rank = ranks
     for number, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        for name in a:
-            if a[name] != b.get(name):
-                whose = "" if name == SCALE else f" of parameter group {number}"
+        for name in dict.fromkeys((*a, *b)):
+            if a.get(name, _AS_BEGUN) != b.get(name, _AS_BEGUN):
+                no_groups = name == SCALE or name.startswith(REQUIRES_GRAD)
+                whose = "" if no_groups else f" of parameter group {number}"
                 return (
-                    f"step {step}: {name}{whose} is {a[name]} on rank {first} and"
-                    f" {b.get(name)} on rank {rank}: every rank must set the same value"
+                    f"step {step}: {name}{whose} is {a.get(name, _AS_BEGUN)} on rank {first} and"
+                    f" {b.get(name, _AS_BEGUN)} on rank {rank}: every rank must set the same value"
                 )
     return f"step {step}: ranks {first} and {rank} have different parameter groups"

@@ -407,7 +407,10 @@ class AveragedParameter:
 
     def settle(self) -> None:
         """Make the pending update, if there is one."""
-        if self._update is not None:
+        if self._update is None:
+            if not self._first_use.watched and is_waiting(self.parameter):
+                stop_waiting(self.parameter)  # it has been made together with another one's
+        else:
             with (
                 self._together.settling,
                 outside_transforms(),

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from foreprop.config import LOGGER, Config
@@ -54,8 +54,8 @@ class _Pulse:
         """Whether something has come; None: the connection has ended."""
         heard = False
         with contextlib.suppress(BlockingIOError):
-            while data := self.sock.recv(_MOST_READ_BYTES, socket.MSG_DONTWAIT):
-                heard = heard or bool(data)
+            while self.sock.recv(_MOST_READ_BYTES, socket.MSG_DONTWAIT):
+                heard = True
             return None
         return heard
 
@@ -92,6 +92,10 @@ class Pulses:
             self._pulses[number] = _Pulse(sock, name, self._config)
         if before is not None:
             before.sock.close()
+
+    def sockets(self) -> list[socket.socket]:
+        with self._lock:
+            return [pulse.sock for pulse in self._pulses.values()]
 
     def drop(self, number: int) -> None:
         with self._lock:
@@ -150,41 +154,51 @@ class WorkerPulses:
 
     def __init__(self, rank: int, config: Config) -> None:
         self.heard = Pulses(f"rank {rank}", config, beats=False)
+        self._rank = rank
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
         self._over = threading.Event()
 
     def add(self, server: int, sock: socket.socket, name: str) -> None:
         """From now on this process is there for that server, and listens for it."""
-        if self._control is None:
-            self._control = self._start()
-        socket.send_fds(self._control, [b"\0"], [sock.fileno()])
-        self.heard.add(server, sock, name)
-
-    def _start(self) -> socket.socket:
-        ours, its = socket.socketpair()
-        with its:
-            self._process = subprocess.Popen(
-                (sys.executable, "-I", "-S", _PROGRAM, str(os.getpid())),
-                stdin=its.fileno(),
-                start_new_session=True,  # Ctrl-C is for the workers
-            )
-        self._thread = threading.Thread(target=self._listen, name="foreprop-pulses", daemon=True)
-        self._thread.start()
-        return ours
+        with self._lock:
+            if self._control is None:
+                self._process, self._control = _start()
+                self._thread = threading.Thread(
+                    target=self._listen, name="foreprop-pulses", daemon=True
+                )
+                self._thread.start()
+            _hand_over(self._control, [sock])
+            self.heard.add(server, sock, name)
 
     def _listen(self) -> None:
         while not self._over.wait(PULSE_S):
+            self._look_after_process()
             self.heard.look()
+
+    def _look_after_process(self) -> None:
+        """Others would take this rank for silent if it were killed alone."""
+        with self._lock:
+            if self._process is None or self._process.poll() is None or self._control is None:
+                return
+            LOGGER.warning(
+                "rank %d: the process that says that it is there has ended (%s), and is started"
+                " again",
+                *(self._rank, self._process.returncode),
+            )
+            self._control.close()
+            self._process, self._control = _start()
+            _hand_over(self._control, self.heard.sockets())
 
     def close(self) -> None:
         """Whoever listens hears no more, and that the connection has ended."""
         self._over.set()
-        if self._control is not None:
-            self._control.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        if self._control is not None:
+            self._control.close()
         self.heard.close()
         if self._process is not None:
             try:
@@ -198,3 +212,21 @@ class WorkerPulses:
         if self._control is not None:
             self._control.close()
         self.heard.close()
+
+
+def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The process, and where it is told of connections; it ends when that is closed."""
+    ours, its = socket.socketpair()
+    with its:
+        process = subprocess.Popen(
+            (sys.executable, "-I", "-S", _PROGRAM, str(os.getpid())),
+            stdin=its.fileno(),
+            start_new_session=True,  # Ctrl-C is for the workers
+        )
+    return process, ours
+
+
+def _hand_over(control: socket.socket, connections: Sequence[socket.socket]) -> None:
+    with contextlib.suppress(OSError):  # it has ended, and is looked after
+        for connection in connections:
+            socket.send_fds(control, [b"\0"], [connection.fileno()])

@@ -100,11 +100,11 @@ class Ending:
 
     def on_lost(self, peer: Connection, why: str) -> None:
         """A server has gone; if it went with its worker, the other servers name that."""
+        silent = self._silent.pop(peer.number, "")
         if self.outlives(peer) or self._closing or self.failed.wait(_CAUSE_S):
             return
-        name = self._servers[peer.number]
-        why = f"{name} is gone: {why or f'its connection to rank {self._rank} closed'}"
-        why = self._silent.pop(peer.number, why)
+        why = why or f"its connection to rank {self._rank} closed"
+        why = silent or f"{self._servers[peer.number]} is gone: {why}"
         awaited = self._progress.awaited
         if awaited == NOTHING:
             awaited = next(iter(self._inquiry.service.incomplete()), NOTHING)

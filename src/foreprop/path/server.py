@@ -110,7 +110,7 @@ class Server:
             self.trace = TraceRecorder(path, process, number, config.trace_steps)
 
         self.pulses = Pulses(self.name, config, beats=True)
-        """By rank."""
+        """By rank. Whoever comes has greeted on its own connection before."""
         self.pulses.lost = self._lose_silent
 
     # Life.
@@ -262,10 +262,13 @@ class Server:
     def _greets(self, peer: Connection, whole: Greeting) -> bool:
         """Whether it stays; who is refused is told."""
         try:
-            return self._joining.greet(peer, whole.header, whole.payload)
+            stays = self._joining.greet(peer, whole.header, whole.payload)
         except RemoteProtocolError as error:
             self.on_refused(peer, error)
             return False
+        if stays:
+            self.pulses.drop(peer.rank)  # of the one before it in this place
+        return stays
 
     def wait(self) -> Failure | None:
         """Block until the session has ended, then release everything."""

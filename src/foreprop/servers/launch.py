@@ -190,7 +190,7 @@ class Connections:
             name += f" on node {self.node_of(server)}"
         try:
             host, pulse = self.pulse_beside(sock, session_id, target)
-        except (TransportError, OSError) as error:  # if that is a loss, what it is beside says so
+        except OSError as error:  # if that is a loss, what it is beside says so
             text = "rank %d will not notice if %s falls silent: %s"
             LOGGER.warning(text, self._world.rank, name, error)
         else:
