@@ -314,7 +314,7 @@ def test_rows_that_wait_for_slices_say_so() -> None:
     told = told_while_waiting(
         Scaled, lambda model: model.scale, lambda model: model.table(torch.tensor([0]))
     )
-    assert "1 rows of table.weight as of step 3" in told
+    assert "1 row of table.weight as of step 3" in told
     assert "server 0 says: the rows of table.weight are summed and wait for" in told
     assert "scale waits for the push of rank 1" in told
 

@@ -74,7 +74,7 @@ def test_of_steps_that_differ_the_third_of_four_counts() -> None:
 @pytest.mark.parametrize(
     ("changes", "backups", "told"),
     [
-        ({}, 4, "backup_workers is 4, and the workers' number 4: it must be below that"),
+        ({}, 4, "backup_workers is 4 of 4 workers: it must be below their number"),
         (
             {"nodes": 128},
             2,

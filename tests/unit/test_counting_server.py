@@ -338,7 +338,7 @@ def test_values_that_are_changed_by_hand() -> None:
 
 
 def test_nobody_counts() -> None:
-    with pytest.raises(ConfigError, match="backup_workers is 2, and the workers' number 2"):
+    with pytest.raises(ConfigError, match="backup_workers is 2 of 2 workers"):
         Members(2, backups=2)
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from foreprop.core.collect import UpdateSlice
 from foreprop.errors import ConfigError, RemoteProtocolError
+from foreprop.quantities import counted
 
 
 # Events.
@@ -72,8 +73,8 @@ class Members:
     def __init__(self, workers: int, *, backups: int = 0, started: int | None = None) -> None:
         if not 0 <= backups < max(workers, 1):
             raise ConfigError(
-                f"backup_workers is {backups}, and the workers' number {workers}: it must be below"
-                " that, for somebody has to count"
+                f"backup_workers is {backups} of {counted(workers, 'worker')}: it must be below"
+                " their number, for somebody has to count"
             )
         self.workers = workers
         self.backups = backups

@@ -5,6 +5,7 @@ from __future__ import annotations
 from foreprop.config import Config
 from foreprop.core.manifest import Manifest
 from foreprop.errors import ConfigError
+from foreprop.quantities import counted
 
 
 def check_fitness(config: Config, manifest: Manifest, workers_per_node: int) -> None:
@@ -34,6 +35,6 @@ def check_fitness(config: Config, manifest: Manifest, workers_per_node: int) -> 
         )
     if config.backup_workers >= manifest.world_size > 0:
         raise ConfigError(
-            f"{given}, and the workers' number {manifest.world_size}: it must be below that, for"
-            " somebody has to count"
+            f"{given} of {counted(manifest.world_size, 'worker')}: it must be below their number,"
+            " for somebody has to count"
         )

@@ -27,6 +27,7 @@ from foreprop.link.stream import (
     stays_on_this_machine,
     tune,
 )
+from foreprop.quantities import counted
 from foreprop.servers.processes import ProcessServer, ServerTask, node_links, start_server
 
 if TYPE_CHECKING:
@@ -85,8 +86,9 @@ class Connections:
         crosses = self.nodes > 1 or config.dedicated_servers > 0
         if config.local_aggregation == "on" and (workers == 1 or not crosses):
             raise ConfigError(
-                f"local_aggregation is 'on', workers per node are {workers}, nodes {self.nodes}:"
-                " there is nothing to aggregate before it crosses a link; use 'auto'"
+                f"local_aggregation is 'on' with {counted(workers, 'worker')} per node and"
+                f" {counted(self.nodes, 'node')}: there is nothing to aggregate before"
+                " it crosses a link; use 'auto'"
             )
         sums = config.local_aggregation != "off" and config.staleness in (0, "late")
         sums = sums and not config.counts_some
