@@ -425,7 +425,7 @@ def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("settings", "make", "message"),
     [
-        ({"backup_workers": 2}, small_model, "of 2 workers: it must be below"),
+        ({"backup_workers": 2}, small_model, "must be below the number of workers, 2"),
         ({"backup_workers": 1}, Words, "is a table that servers hold row by row"),
     ],
 )

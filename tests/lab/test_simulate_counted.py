@@ -74,7 +74,7 @@ def test_of_steps_that_differ_the_third_of_four_counts() -> None:
 @pytest.mark.parametrize(
     ("changes", "backups", "told"),
     [
-        ({}, 4, "backup_workers is 4 of 4 workers: it must be below their number"),
+        ({}, 4, "backup_workers is 4, and must be below the number of workers, 4"),
         (
             {"nodes": 128},
             2,

@@ -338,7 +338,9 @@ def test_values_that_are_changed_by_hand() -> None:
 
 
 def test_nobody_counts() -> None:
-    with pytest.raises(ConfigError, match="backup_workers is 2 of 2 workers"):
+    with pytest.raises(
+        ConfigError, match="backup_workers is 2, and must be below the number of workers, 2"
+    ):
         Members(2, backups=2)
 
 

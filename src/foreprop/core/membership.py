@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from foreprop.core.collect import UpdateSlice
 from foreprop.errors import ConfigError, RemoteProtocolError
-from foreprop.quantities import counted
 
 
 # Events.
@@ -73,8 +72,8 @@ class Members:
     def __init__(self, workers: int, *, backups: int = 0, started: int | None = None) -> None:
         if not 0 <= backups < max(workers, 1):
             raise ConfigError(
-                f"backup_workers is {backups} of {counted(workers, 'worker')}: it must be below"
-                " their number, for somebody has to count"
+                f"backup_workers is {backups}, and must be below the number of workers, {workers}:"
+                " somebody has to count"
             )
         self.workers = workers
         self.backups = backups

@@ -5,7 +5,6 @@ from __future__ import annotations
 from foreprop.config import Config
 from foreprop.core.manifest import Manifest
 from foreprop.errors import ConfigError
-from foreprop.quantities import counted
 
 
 def check_fitness(config: Config, manifest: Manifest, workers_per_node: int) -> None:
@@ -35,6 +34,6 @@ def check_fitness(config: Config, manifest: Manifest, workers_per_node: int) -> 
         )
     if config.backup_workers >= manifest.world_size > 0:
         raise ConfigError(
-            f"{given} of {counted(manifest.world_size, 'worker')}: it must be below their number,"
-            " for somebody has to count"
+            f"{given}, and must be below the number of workers, {manifest.world_size}: somebody has"
+            " to count"
         )
