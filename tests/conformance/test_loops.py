@@ -63,7 +63,7 @@ def test_gradient_accumulation(passes: int) -> None:
 def test_a_pass_adds_to_a_gradient_that_is_just_being_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its checksum has been made, and its bytes leave afterwards: what is sent is a copy."""
+    """Its checksum has been made, and its bytes leave afterwards: it is asked for again."""
     wanted = run_foreprop(with_sgd(), _accumulate([2, 2]), batches_of(2, count=4))
     added, waited = threading.Barrier(2), []
     open_gate = threading.Event()

@@ -183,7 +183,7 @@ def test_a_bit_that_is_flipped_on_the_path_is_noticed_without_encryption(bits: i
 
 
 # of what is sent: handshakes, the manifest, then gradients; the last: a record's middle
-PLACES = [20_003, *long_cases(3, 60, 100, 130, 300, 700, 900, 1300, 2000, 30_000)]
+PLACES = [20_003, *long_cases(3, 60, 100, 140, 300, 700, 900, 1300, 2000, 30_000)]
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -297,6 +297,10 @@ class Memory:
     def take_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview:
         return memoryview(self._gradient)[start_bytes:stop_bytes]
 
+    def sent_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview | None:
+        """As of workers that update; the test may change it."""
+        return memoryview(self._gradient)[start_bytes:stop_bytes]
+
 
 class FakeServer(Client):
     """The far end of a worker's connection."""

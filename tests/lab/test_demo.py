@@ -180,7 +180,9 @@ def test_ctrl_c_ends_the_demo_silently(tmp_path: Path) -> None:
 
 def test_bench_wire(tmp_path: Path) -> None:
     output, _ = run(tmp_path, "bench", "wire", "--slices", "4", "--steps", "2")
-    for name in ("bare sockets", "foreprop, no compute", "foreprop, with SGD "):
+    kinds = ("no compute", "no compute, no checksums", "with SGD", "with SGD, encrypted")
+    kinds += ("workers update", "workers update, no checksums")
+    for name in ("bare sockets", *(f"foreprop, {kind} " for kind in kinds)):
         assert float(row(output, name)[1]) > 0
 
 

@@ -175,7 +175,7 @@ class Host:
 
 FROM_SERVERS = {
     kind for kind in Kind if kind.name.endswith("_REPLY") or kind in (Kind.REPLY, Kind.NOTIFY)
-} | {Kind.WELCOME, Kind.NORM_PART, Kind.PACE_REPORT, Kind.LEFT}
+} | {Kind.WELCOME, Kind.NORM_PART, Kind.PACE_REPORT, Kind.LEFT, Kind.DAMAGED}
 AT_THE_START = {Kind.HELLO, Kind.MANIFEST, Kind.PULSE}
 OF_BUDDIES = {kind for kind in Kind if Kind.SNAPSHOT <= kind <= Kind.POSITIONS}
 """In sessions that outlive a node."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 MOST_MODULES = 53  # of these a step that workers make takes three
-MOST_LINES = 10_550
+MOST_LINES = 10_650
 
 NEVER = (
     "numerics compression tables relays staleness elastic buddies collectives data auto workload"

@@ -91,6 +91,12 @@ def test_changed_traces_make_a_page_or_an_error(
     assert len(told) > examples // 6
 
 
+def test_a_pipe_in_a_trace_s_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "worker-0.abc.trace.json")
+    with pytest.raises(ConfigError, match="is no ordinary file"):
+        read_job(Asked(folder=tmp_path))
+
+
 # What ranks leave for `foreprop top`.
 def statuses(folder: Path) -> list[Path]:
     for rank in range(2):

@@ -16,6 +16,8 @@ from foreprop.core.wire import (
     HEADER_BYTES,
     MAGIC,
     PROTOCOL_VERSION,
+    Damage,
+    DamagedPayload,
     FrameReader,
     Header,
     Kind,
@@ -219,6 +221,20 @@ def test_any_bit_that_is_flipped_is_noticed(
     with pytest.raises(RemoteProtocolError, match=r"has come damaged: its CRC32C is 0x[0-9a-f]{8}"):
         read(reader, bytes(frame))
     assert len(asked) == (1 if place < HEADER_BYTES else 2)
+
+
+def test_after_a_damaged_payload_the_next_frame_is_read() -> None:
+    header = Header(Kind.PUSH, 3, 1, 5, 7, -2, 4)
+    frame = bytearray(seal(header, b"abcd"))
+    frame[-1] ^= 1
+    reader = FrameReader(allocate, CRC32C)
+    with pytest.raises(DamagedPayload) as raised:
+        read(reader, bytes(frame))
+    damage = Damage.decode(raised.value.question.encode())
+    assert damage == (CRC32C(b"abcd", 0), CRC32C(b"abce", 0), 3, -2)
+    assert damage.describe(header, 4) == str(raised.value)
+    assert read(reader, seal(header, b"abcd")) == [(header, b"abcd")]
+    assert not reader.mid_frame
 
 
 def test_a_first_header_of_another_program_is_no_damage() -> None:

@@ -26,7 +26,7 @@ import torch
 
 from foreprop.checkpoints.contents import OwnPart, SharedPart, check_form
 from foreprop.core.manifest import MOST_PROCESSES
-from foreprop.durable import sync_folder, write_file
+from foreprop.durable import read_regular, sync_folder, write_file
 from foreprop.errors import ConfigError, ForepropError
 from foreprop.quantities import counted
 
@@ -64,6 +64,7 @@ class Index(
 
 
 FORMAT = 1
+_MOST_INDEX_BYTES = 1 << 28
 
 
 class Checkpoint:
@@ -198,8 +199,8 @@ class CheckpointFolder:
         """Raises `ConfigError` if its index cannot be read, or names other files than ours."""
         path = self._complete(step)
         try:
-            index = msgspec.json.decode((path / INDEX).read_bytes(), type=Index)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            index = msgspec.json.decode(read_regular(path / INDEX, _MOST_INDEX_BYTES), type=Index)
+        except (OSError, ValueError, RecursionError) as error:  # msgspec's are ValueErrors
             raise ConfigError(
                 f"{path / INDEX} cannot be read on this machine: {error}; a checkpoint's folder"
                 " must be on storage that all machines share"

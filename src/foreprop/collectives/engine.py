@@ -65,7 +65,6 @@ class RingEngine:
     """
 
     every_parameter = True
-    checks_gradients = False
 
     def __init__(
         self, setup: Setup, updater: LocalUpdater, group: Group, device: DeviceWork, session_id: str

@@ -87,6 +87,7 @@ class Kind(IntEnum):
     POSITIONS = 42  # W: where its loaders are, for who joins (`slice`) at `step`; S: passed on
     TRAINABLE = 43  # W: which parameters it has frozen and unfrozen, as it ends `step`
     PULSE = 44  # W: the first frame on a connection on which both ends say only that they are there
+    DAMAGED = 45  # S: a gradient has not come as it was sent: has it changed meanwhile?
 
 
 class Flag(IntEnum):
@@ -160,7 +161,7 @@ def check_header(data: bytes | memoryview, checksum: Checksum) -> None:
     """Raise `RemoteProtocolError` if a whole header is not as it was sent."""
     (told,) = _CHECK.unpack_from(data, _CHECKED_BYTES)
     if (found := checksum(data[:_CHECKED_BYTES], 0)) != told:
-        raise _damaged("a frame's header", told, found)
+        raise RemoteProtocolError(_damage("a frame's header", told, found))
 
 
 def check_payload(
@@ -170,11 +171,45 @@ def check_payload(
     (told,) = _CHECK.unpack_from(data, _LAYOUT.size)
     if payload and (found := checksum(payload, 0)) != told:
         what = f"{Kind(header.kind).name} of slice {header.slice}, step {header.step}"
-        raise _damaged(f"{what} ({len(payload)} bytes)", told, found)
+        raise DamagedPayload(header, told, found, f"{what} ({len(payload)} bytes)")
 
 
-def _damaged(what: str, told: int, found: int) -> RemoteProtocolError:
-    return RemoteProtocolError(
+class DamagedPayload(RemoteProtocolError):
+    """A frame's payload is not what its header says."""
+
+    def __init__(self, header: Header, told: int, found: int, what: str) -> None:
+        super().__init__(_damage(what, told, found))
+        self.header = header
+        self.question = Damage(told, found, header.flags, header.priority)
+
+
+class Damage(NamedTuple):
+    """What a DAMAGED frame says: both checksums, and the push's flags and priority."""
+
+    told: int
+    found: int
+    flags: int
+    priority: int
+
+    def encode(self) -> bytes:
+        return _DAMAGE.pack(*self)
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Damage:
+        return cls(*_DAMAGE.unpack(data))
+
+    def describe(self, header: Header, size_bytes: int) -> str:
+        """``header``: of a frame about the slice and step of the push."""
+        what = f"PUSH of slice {header.slice}, step {header.step} ({size_bytes} bytes)"
+        return _damage(what, self.told, self.found)
+
+
+_DAMAGE = struct.Struct("!IIHi")
+DAMAGE_BYTES = _DAMAGE.size
+
+
+def _damage(what: str, told: int, found: int) -> str:
+    return (
         f"{what} has come damaged: its CRC32C is {found:#010x}, and was {told:#010x} when it was"
         " sent. Look at memory, network cards and cables of both hosts"
     )
@@ -245,7 +280,10 @@ class FrameReader:
         return len(self.buffer) < len(self._whole) or self._header is not None
 
     def advance(self, received_bytes: int) -> Frame | None:
-        """Account for bytes written to the start of `buffer`; returns a frame once complete."""
+        """Account for bytes written to the start of `buffer`; returns a frame once complete.
+
+        After `DamagedPayload` the next frame can be read; after other errors nothing can.
+        """
         if received_bytes < len(self.buffer):
             self.buffer = self.buffer[received_bytes:]
             return None
@@ -265,10 +303,10 @@ class FrameReader:
             self.buffer = self._header_view
             return Frame(header, _EMPTY)
         payload = self._whole
-        if self._checksum is not None:
-            check_payload(self._header_view, header, payload, self._checksum)
         self._header, self._whole = None, self._header_view
         self.buffer = self._header_view
+        if self._checksum is not None:
+            check_payload(self._header_view, header, payload, self._checksum)
         return Frame(header, payload)
 
     def _decode(self) -> Header:

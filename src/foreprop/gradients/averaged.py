@@ -117,6 +117,9 @@ class AveragedParameter:
     def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
         return self._part.take_gradient(start_bytes, stop_bytes)
 
+    def sent_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview | None:
+        return self._part.sent_gradient(start_bytes, stop_bytes)
+
     def land_average(self, gradient: torch.Tensor) -> None:
         self._part.land_average(gradient)
 

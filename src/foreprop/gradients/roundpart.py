@@ -52,9 +52,8 @@ class RoundPart:
         self._engine, self._number = session.engine_of(owner.index)
         self._together = together
         self._rounds = together.rounds
-        # another pass may add to a gradient that has left; then it is averaged again
-        changes = self._engine.checks_gradients and not owner.memory.is_staged
-        self._held = HeldGradient(owner.name, copies=changes)
+        self._held = HeldGradient(owner.name)
+        self._sent: memoryview | None = None  # until the round is over, where passes may add to it
 
     # What the engine reads and writes. Any thread.
     @property
@@ -70,6 +69,10 @@ class RoundPart:
 
     def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
         return self._held.take(start_bytes, stop_bytes)
+
+    def sent_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview | None:
+        sent = self._sent
+        return None if sent is None else sent[start_bytes:stop_bytes]
 
     # A round.
     @property
@@ -106,6 +109,7 @@ class RoundPart:
 
         def send(its_bytes: Any) -> None:
             self._held.hold(dense, its_bytes)
+            self._sent = None if self._owner.memory.is_staged else its_bytes
             push()
 
         self._owner.memory.stage_gradient(dense.detach(), send)
@@ -126,7 +130,7 @@ class RoundPart:
             return False
         self._owner.memory.await_staged()
         self._engine.wait(self._number, self._rounds.step)
-        self.under_way = False
+        self.under_way, self._sent = False, None
         if self._answered and self.kept:
             raise TrainingLoopError(
                 f"the gradient of {self._owner.name} was read or edited on this rank between two"

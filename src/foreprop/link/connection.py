@@ -15,7 +15,16 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from foreprop.core.frames import CONTROL_PRIORITY
-from foreprop.core.wire import MAX_CONTROL_BYTES, FrameReader, Header, Kind, encode_header, sealed
+from foreprop.core.wire import (
+    MAX_CONTROL_BYTES,
+    DamagedPayload,
+    Flag,
+    FrameReader,
+    Header,
+    Kind,
+    encode_header,
+    sealed,
+)
 from foreprop.errors import (
     Failure,
     InternalError,
@@ -123,7 +132,11 @@ class Connection:
         try:
             while received := self.stream.receive_into(reader.buffer):
                 self.received_bytes += received
-                frame = reader.advance(received)
+                try:
+                    frame = reader.advance(received)
+                except DamagedPayload as damage:
+                    self._ask_again(damage)
+                    continue
                 if frame is not None and owner is not None:
                     owner.on_frame(self, *frame)
         except TransportError as error:
@@ -135,6 +148,19 @@ class Connection:
         else:
             listener.on_lost(self, "")
         self.ended = True
+
+    def _ask_again(self, damage: DamagedPayload) -> None:
+        """Another backward pass may have added to a gradient after its checksum was made.
+
+        It will be averaged again then, so this one does not matter, and nobody minds that. The
+        other side knows: it sends the gradient as it is now, or ends the session. Raises if
+        nothing but damage can be the reason.
+        """
+        header = damage.header
+        if header.kind != Kind.PUSH or not header.flags & Flag.GRADIENT:
+            raise damage
+        place = {"step": header.step, "slice_": header.slice}
+        self.send_past_queue(Kind.DAMAGED, damage.question.encode(), **place)
 
     # Sending.
     def send(

@@ -144,7 +144,8 @@ class Entrance:
     """Of one server or relay, called in its accepting thread.
 
     ``name`` is for messages; ``subject`` is what a connection to it is for. With a ``secret_file``
-    who connects must show that it has the secret; raises `ConfigError` for a bad file. A stranger
+    who connects must show that it has the secret. Raises `ConfigError` for a bad file, and where
+    the package for checksums is missing. A stranger
     may stay for ``limit_s``, and `GREETING_S` at most.
     """
 
@@ -157,6 +158,7 @@ class Entrance:
         self._index = index
         self._subject = subject
         self._key: bytes | None = None
+        load_checksum()  # or say now what is missing
         if secret_file is not None:
             from foreprop.link.secret import load_key
 

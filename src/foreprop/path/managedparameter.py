@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 class Engine(Protocol):
     """One rank's part in the synchronisation of parameters, by the engine's number and step."""
 
-    checks_gradients: bool
-    """Whether a gradient must not change while it is sent, for its checksum is sent first."""
-
     def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
         """A parameter's gradient may be taken, or there is none in this step. Any thread."""
 
@@ -59,6 +56,7 @@ class ManagedParameter(Watched, Protocol):
     @property
     def values(self) -> memoryview: ...
     def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any: ...
+    def sent_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview | None: ...
     def land_average(self, gradient: torch.Tensor) -> None: ...
 
     # The start.

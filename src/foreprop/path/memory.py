@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
 from foreprop.config import Config
@@ -114,34 +113,14 @@ class MemoryFactory:
         self._stagers.clear()
 
 
-class _Copies(threading.local):
-    """The same memory again and again in each thread: it stays in the processor's cache."""
-
-    def __init__(self) -> None:
-        self._room = np.empty(0, np.uint8)
-
-    def of(self, part: memoryview) -> memoryview:
-        if len(self._room) < len(part):
-            self._room = np.empty(len(part), np.uint8)
-        copy = self._room[: len(part)]
-        np.copyto(copy, np.frombuffer(part, np.uint8))
-        return copy.data
-
-
-_COPIES = _Copies()
-
-
 class HeldGradient:
     """A gradient while it is being sent: kept alive until its last part has been taken.
 
     Given once its bytes can be sent; taken in parts by the sending threads, one per server.
-    ``copies``: the gradient may be written to while it is sent. A part is then a copy, which holds
-    until the thread takes another one.
     """
 
-    def __init__(self, name: str, *, copies: bool = False) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._copies = copies
         self._gradient: torch.Tensor | None = None
         self._bytes: Any = None
         self._unsent_bytes = 0
@@ -162,8 +141,7 @@ class HeldGradient:
             self._unsent_bytes -= stop_bytes - start_bytes
             if self._unsent_bytes <= 0:
                 self._gradient = self._bytes = None
-        part = whole[start_bytes:stop_bytes]
-        return _COPIES.of(part) if self._copies else part
+        return whole[start_bytes:stop_bytes]
 
 
 class ParameterMemory(Protocol):
@@ -176,6 +154,11 @@ class ParameterMemory(Protocol):
     def take_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview:
         """Part of the gradient, to be sent now. Each part is taken once; the last one ends the
         parameter's hold on the gradient. Sending thread.
+        """
+
+    def sent_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview | None:
+        """The same part as it is now, if it may have changed since, and is not answered. Receiving
+        thread.
         """
 
     def land_average(self, gradient: torch.Tensor) -> None:
@@ -218,6 +201,13 @@ class SliceMemory:
         if self.casts is not None and slice_ in self.casts:
             return self.casts.narrow(slice_, gradient)
         return gradient
+
+    def sent_gradient(self, slice_: int) -> memoryview | None:
+        """As it is now, of a push under way; None if it cannot have changed. Receiving thread."""
+        if self.casts is not None and slice_ in self.casts:
+            return None
+        parameter, start, stop = self._extents[slice_]
+        return self._memory[parameter].sent_gradient(start, stop)
 
     def values(self, slice_: int) -> memoryview:
         parameter, start, stop = self._extents[slice_]

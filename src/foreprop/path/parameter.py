@@ -140,6 +140,10 @@ class SynchronisedParameter:
         self.finish_step = self._gradient.finish_step
         """`optimizer.step()`: push what has not been pushed; check what has."""
 
+    def sent_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview | None:
+        """It belongs to the library until it is answered."""
+        return None
+
     def land_average(self, gradient: torch.Tensor) -> None:
         raise InternalError(f"the workers do not update {self.name}")
 

@@ -31,7 +31,7 @@ from foreprop.core.frames import (
 )
 from foreprop.core.manifest import Manifest
 from foreprop.core.sendqueue import turns_of
-from foreprop.core.wire import Flag, Header, Kind
+from foreprop.core.wire import DAMAGE_BYTES, Damage, Flag, Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.errors import Failure, InternalError, RemoteProtocolError
 from foreprop.link.connection import (
@@ -41,7 +41,7 @@ from foreprop.link.connection import (
     FrameOwner,
     Later,
     Service,
-    bounded,
+    exactly,
     owners_of,
 )
 from foreprop.link.stream import Stream
@@ -62,7 +62,7 @@ class WorkerEngine:
     raised in the training thread at its next call.
     """
 
-    kinds = frozenset({Kind.WELCOME, Kind.REPLY, Kind.NOTIFY})
+    kinds = frozenset({Kind.WELCOME, Kind.REPLY, Kind.NOTIFY, Kind.DAMAGED})
 
     def __init__(
         self,
@@ -94,7 +94,6 @@ class WorkerEngine:
         self.progress = Progress(names, rank=rank, config=config, trace=trace, look=look)
         self.counters = self.progress.counters
         self.memory = SliceMemory(manifest, self.slices, memory)
-        self.checks_gradients = any(stream.checksum is not None for stream in streams)
         self._streams, self.index, self.trace = streams, rank, trace
         # for the trace, of steps that are even and odd: the next may begin before one has left
         self._queued_ns = [0] * len(names), [0] * len(names)
@@ -350,7 +349,7 @@ class WorkerEngine:
     # Receiving.
     def room(self, peer: Connection, header: Header) -> memoryview:
         if header.kind != Kind.REPLY:
-            return bounded(header, 0)
+            return exactly(header, DAMAGE_BYTES if header.kind == Kind.DAMAGED else 0)
         if header.flags & Flag.UNCHANGED:
             return EMPTY
         slice_ = header.slice
@@ -375,10 +374,31 @@ class WorkerEngine:
             self._dispatch(ReplyArrived(slice_, step, peer.number))
         elif kind == Kind.NOTIFY:
             self._dispatch(NotifyArrived(slice_, step, peer.number, flags))
+        elif kind == Kind.DAMAGED:
+            self._push_again(peer, header, Damage.decode(payload))
         else:
             with self.lock:
                 self._welcomes += 1
             self.progress.notify()
+
+    def _push_again(self, peer: Connection, header: Header, damage: Damage) -> None:
+        """A push has come damaged: as the gradient is now, if that has changed since it left."""
+        kind, _, _, step, slice_, *_ = header
+        if not 0 <= slice_ < len(self.slices) or self.slices[slice_].server != peer.number:
+            raise RemoteProtocolError(f"{Kind(kind).name} of slice {slice_}, which is not its own")
+        codes = self.executor.payload_of != self._payload_of
+        now = None if codes else self.memory.sent_gradient(slice_)
+        data = None if now is None else bytes(now)  # it may be changing
+        checksum = peer.stream.checksum
+        if data is None or checksum is None or checksum(data, 0) == damage.told:
+            size_bytes = 0 if data is None else len(data)
+            text = damage.describe(header, size_bytes)
+            server = self._servers[peer.number]
+            self.ending.fail(RemoteProtocolError(f"rank {self.rank} to {server}: {text}"))
+            return
+        self.executor.send(
+            peer.number, Kind.PUSH, step, damage.priority, slice_, data, damage.flags
+        )
 
 
 def _no_norm(step: int) -> float:

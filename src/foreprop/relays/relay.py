@@ -281,6 +281,9 @@ class Relay:
 
     def refusal(self, peer: Connection, header: Header) -> RemoteProtocolError:
         kind = Kind(header.kind).name
+        if header.kind == Kind.DAMAGED:  # a sum does not change while it is sent
+            what = f"the node's sum of slice {header.slice}, step {header.step}"
+            return RemoteProtocolError(f"{what} has come damaged at server {self.index}")
         if header.payload_bytes:
             return RemoteProtocolError(f"{kind} of {header.payload_bytes} bytes; at most 0")
         if self._work is None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from foreprop.core.manifest import MOST_PROCESSES
+from foreprop.durable import read_regular
 from foreprop.errors import ConfigError
 from foreprop.observe.trace import ABOUT, ENDING
 
@@ -97,6 +98,7 @@ def latest_session(traces: Sequence[ProcessTrace]) -> list[ProcessTrace]:
 
 # What a file must be, which may come from anywhere.
 _MOST = 2**53
+_MOST_BYTES = 1 << 32
 _Number = Annotated[int, msgspec.Meta(ge=-_MOST, le=_MOST)]
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 _Us = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
@@ -159,7 +161,7 @@ class _About(msgspec.Struct):
 def read_trace(path: Path) -> ProcessTrace:
     """One file; raises `ConfigError` if it is no trace of ours."""
     try:
-        events = _events(path.read_bytes())
+        events = _events(read_regular(path, _MOST_BYTES))
         for event in msgspec.convert(events, type=list[_Span | _Note]):
             if isinstance(event, _Note):
                 msgspec.convert(event.args, type=_About if event.name == ABOUT else _Named)

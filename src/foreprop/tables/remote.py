@@ -271,7 +271,7 @@ class RemoteTable:
     def take_gradient(self, *_: Any, **__: Any) -> Any:
         raise InternalError(f"{self.name} is used as if it were here, not on the servers")
 
-    land_average = check_gradient = read_gradient = take_gradient
+    sent_gradient = land_average = check_gradient = read_gradient = take_gradient
 
     def before_offering(self) -> None:
         """Rank 0 has no values either: rows begin on the servers (`tables.table`)."""

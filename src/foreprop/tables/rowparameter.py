@@ -72,7 +72,7 @@ class RowParameter:
     def take_gradient(self, *_: Any, **__: Any) -> Any:
         raise InternalError(f"{self.name} is not sent or updated as a whole")
 
-    land_average = take_gradient
+    sent_gradient = land_average = take_gradient
 
     # The start.
     def before_offering(self) -> None:
