@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-MOST_MODULES = 53  # of these a step that workers make takes three
-MOST_LINES = 10_650
+MOST_MODULES = 57  # of these a step that workers make takes three
+MOST_LINES = 11_600
 
 NEVER = (
     "numerics compression tables relays staleness elastic buddies collectives data auto workload"

@@ -27,7 +27,7 @@ SRC = Path(foreprop.__file__).parent
 MOST = {"servers": (106, 20), "workers": (165, 26)}
 """Functions and files of a round trip, by who updates."""
 """Of a round trip whose reply is there when the parameter is used."""
-MOST_READ_FILES, MOST_READ_LINES = 10, 2_400
+MOST_READ_FILES, MOST_READ_LINES = 10, 2_450
 
 
 def record_stages(folder: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,6 @@ from foreprop.link.stream import (
     stays_on_this_machine,
     tune,
 )
-from foreprop.quantities import counted
 from foreprop.servers.processes import ProcessServer, ServerTask, node_links, start_server
 
 if TYPE_CHECKING:
@@ -85,6 +84,8 @@ class Connections:
         config, workers = self._config, min(self.workers_per_node, self._world.size)
         crosses = self.nodes > 1 or config.dedicated_servers > 0
         if config.local_aggregation == "on" and (workers == 1 or not crosses):
+            from foreprop.quantities import counted  # for messages
+
             raise ConfigError(
                 f"local_aggregation is 'on' with {counted(workers, 'worker')} per node and"
                 f" {counted(self.nodes, 'node')}: there is nothing to aggregate before"

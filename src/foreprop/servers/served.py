@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from foreprop.core.frames import CONTROL_PRIORITY
-from foreprop.core.freezing import Turned
 from foreprop.core.manifest import FROZEN_BLOB, NO_GROUP, Hyperparameters, Manifest
 from foreprop.core.wire import Kind
 from foreprop.hooks.modelhooks import pack, unpack_into
@@ -23,6 +22,7 @@ from foreprop.servers.setup import Setup, check_frames
 if TYPE_CHECKING:
     from foreprop.buddies.survival import Survival
     from foreprop.compression.pushcodecs import PushCodecs
+    from foreprop.core.freezing import Turned
     from foreprop.core.lateness import Straggler
     from foreprop.elastic.departure import LatePushes, MemberNotices
     from foreprop.numerics.norms import WorkerNorm

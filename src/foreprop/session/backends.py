@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from foreprop.config import Config
-from foreprop.core.freezing import Turned
 from foreprop.hooks.interception import claim_parameter
 from foreprop.hooks.modelhooks import SharedBuffers
 from foreprop.path.parameter import SynchronisedParameter
@@ -26,6 +25,7 @@ from foreprop.session.firststep import FirstStep
 
 if TYPE_CHECKING:
     from foreprop.collectives.ring import RingBackend
+    from foreprop.core.freezing import Turned
     from foreprop.core.lateness import Straggler
     from foreprop.core.norm import SquareSum
     from foreprop.gradients.averaging import Averaging

@@ -12,7 +12,6 @@ from foreprop.cluster.rendezvous import Board, step_board
 from foreprop.cluster.world import World
 from foreprop.config import LOGGER, Config
 from foreprop.core.frames import PACE_STEPS
-from foreprop.core.freezing import NOTHING_TURNED
 from foreprop.core.manifest import NO_GROUP, ParameterInfo
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.optimizerstate import ShownState
@@ -434,7 +433,8 @@ class Training:
 
     def _tell_turned(self, step: int) -> None:
         """The others wait once more for what has just been frozen."""
-        from foreprop.path.trainable import what_turned  # loops that never freeze do without
+        from foreprop.core.freezing import NOTHING_TURNED  # loops that never freeze do without
+        from foreprop.path.trainable import what_turned
 
         trained = [each.parameter.requires_grad for each in self.parameters]
         turned = what_turned(self.trained, trained)
