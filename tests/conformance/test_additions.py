@@ -98,6 +98,13 @@ def _new_group(model: Any, optimizer: Any) -> Any:
     optimizer.add_param_group({"params": model.more.parameters()})
 
 
+def _lazy(model: Any, optimizer: Any) -> Any:
+    model.more.append(nn.LazyLinear(3))
+    with seeded(12), torch.no_grad():
+        model(torch.ones(2, 5))
+    optimizer.add_param_group({"params": model.more.parameters()})
+
+
 def _bare_parameter(model: Any, optimizer: Any) -> Any:
     model.scale = nn.Parameter(torch.ones(3))
     optimizer.add_param_group({"params": [model.scale]})
@@ -143,6 +150,7 @@ CHANGES: dict[str, tuple[Any, Change]] = {
     "an adapter, and an optimizer for it": (build_whole, _adapter),
     "a replaced layer, and another optimizer": (build_whole, _replaced),
     "a new layer in a new group": (build_whole, _new_group),
+    "a lazy layer": (build_whole, _lazy),
     "a bare parameter": (build_whole, _bare_parameter),
     "load_state_dict(assign=True)": (build_whole, _assigned),
     "a parametrization": (build_whole, _parametrized),

@@ -52,10 +52,11 @@ def can_be_trained(parameter: Any) -> bool:
 
 def watch_gradients(parameter: Any, hook: Callable[[torch.nn.Parameter], None]) -> RemovableHandle:
     """Be told of its gradients: also of one that requires none yet, which torch does not allow."""
-    required = parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(required)
+    with torch._C.DisableTorchFunctionSubclass():  # or a lazy one refuses
+        required = parameter.requires_grad
+        parameter.requires_grad_(True)
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+        parameter.requires_grad_(required)
     return handle
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as torch_modules
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
@@ -151,7 +152,8 @@ class Additions:
         asking = [
             (identity, parameter)
             for identity, candidate in self._candidates.items()
-            if (parameter := candidate.parameter()) is None or parameter.requires_grad
+            if (parameter := candidate.parameter()) is None
+            or (parameter.requires_grad and not is_lazy(parameter))
         ]
         if not asking:
             return []

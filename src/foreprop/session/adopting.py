@@ -111,7 +111,8 @@ class Belongings:
         known = {id(parameter) for _, parameter, _ in self.named} | managed_ids()
         own = named_parameters(self.model, self.optimizer)
         for name, parameter, _ in itertools.chain(own, others_named(self.model, self.optimizer)):
-            if id(parameter) not in known and parameter.requires_grad:
+            lazy = torch.nn.parameter.is_lazy(parameter)
+            if id(parameter) not in known and parameter.requires_grad and not lazy:
                 yield id(parameter), name
 
     def take(self) -> None:
