@@ -332,7 +332,9 @@ def test_a_late_worker_holds_nobody_up(tmp_path: Path, wire_dtype: Any) -> None:
     assert set(at[1] + at[2] + at[3]) == {(0, 1)}, "rank 2 was not late"
     assert stats[2]["late_slices"] > 0
     assert stats[2]["late_steps"] > 0
-    assert stats[0]["late_slices"] == 0
+    for rank in range(3):  # on a busy machine another one may be late later
+        left_out = sum(rank not in ranks for sets in at for ranks in sets)
+        assert stats[rank]["late_slices"] <= left_out
     if wire_dtype is None:
         check_same_bits(
             found[0], by_arithmetic(with_sgd(), batches_of(3, count=8), pieces, counted)

@@ -27,6 +27,8 @@ T = TypeVar("T")
 _Gloo: Any = ProcessGroupGloo  # torch's annotations lack its methods
 _ALIVE_S = 2.0
 """After a collective has failed, every rank that is alive has published that within this."""
+_LATE_S = 10.0
+"""A rank on a busy machine may take so long: nobody takes two for gone sooner."""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 """With this a thread waits for a sum, and is told if it has failed, as by gloo."""
 _LOOK_S = 0.02
@@ -151,13 +153,15 @@ class Group:
 
         ``awaited`` says what this rank was waiting for.
         """
-        deadline = time.monotonic() + _ALIVE_S
+        started = time.monotonic()
         try:
             self.board.publish(f"alive/{self.rank}", "")
         except TransportError as lost:
             return PeerLost(f"rank {self.rank} {lost}", peer="rank 0")
         try:
-            while (missing := self.board.missing("alive")) and time.monotonic() < deadline:
+            while missing := self.board.missing("alive"):
+                if time.monotonic() > started + (_ALIVE_S if len(missing) == 1 else _LATE_S):
+                    break
                 self.board.check_failed()
                 time.sleep(_LOOK_S)
             self.board.check_failed()
@@ -166,8 +170,10 @@ class Group:
         if not missing:
             return TransportError(f"a collective failed on rank {self.rank}: {error}")
         names = " and ".join(f"rank {rank}" for rank in missing)
+        verb = "is" if len(missing) == 1 else "are"
         return PeerLost(
-            f"{names} is gone: {_first_line(error)}; rank {self.rank} was waiting for {awaited()}",
+            f"{names} {verb} gone: {_first_line(error)}; rank {self.rank} was waiting for"
+            f" {awaited()}",
             peer=f"rank {missing[0]}",
         )
 
