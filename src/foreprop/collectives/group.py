@@ -110,10 +110,11 @@ class Group:
         return group.allreduce([tensor])
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Make ``tensor``, of any layout and device, rank 0's."""
+        """Make ``tensor``, of any type, layout and device, rank 0's."""
         host = tensor.detach().to("cpu").contiguous()
+        its_bytes = host.reshape(-1).view(torch.uint8)  # gloo knows few types
         try:
-            self._opened.broadcast(host, 0).wait()
+            self._opened.broadcast(its_bytes, 0).wait()
         except RuntimeError as error:
             raise self.cause(error) from error
         if self.rank:

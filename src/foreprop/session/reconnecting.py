@@ -114,7 +114,9 @@ def raise_if_others_join(training: Training) -> None:
         if found is not None:
             theirs = _decode(found)
             if theirs.step <= training.completed + left:
-                raise _unlike(rank, theirs.names)
+                error = _unlike(rank, theirs.names)
+                board.publish_failure(error)  # who waits there hears nothing else
+                raise error
 
 
 def _decode(text: str | bytes) -> _Joining:
