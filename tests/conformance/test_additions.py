@@ -308,11 +308,7 @@ def test_on_one_rank_only_it_is_an_error_on_all(what: str, odd: int) -> None:
         assert "on every rank alike" in str(error)
 
 
-@servers_only
-@pytest.mark.parametrize("what", ["unfrozen, in a new group", "a new layer in a new group"])
-def test_where_servers_update_the_line_raises(what: str) -> None:
-    build, change = CHANGES[what]
-
+def _check_refused_by_servers(build: Any, change: Change, wanted: str) -> None:
     def work(world: Any) -> None:
         model, optimizer = build()
         batches = make_batches(5, seed=world.rank + 1)
@@ -321,21 +317,19 @@ def test_where_servers_update_the_line_raises(what: str) -> None:
 
     told = _errors_of(work)
     assert len(told) == 2
-    assert all("add_param_group() was called after parallelize()" in str(e) for e in told)
+    assert all(wanted in str(error) for error in told)
+
+
+@servers_only
+@pytest.mark.parametrize("what", ["unfrozen, in a new group", "a new layer in a new group"])
+def test_where_servers_update_the_line_raises(what: str) -> None:
+    _check_refused_by_servers(*CHANGES[what], "add_param_group() was called after parallelize()")
 
 
 @servers_only
 def test_where_servers_update_its_first_gradient_raises() -> None:
-    def work(world: Any) -> None:
-        model, optimizer = build_frozen()
-        batches = make_batches(5, seed=world.rank + 1)
-        with foreprop.parallelize(model, optimizer, world=world, update="servers"):
-            loop_with(_second_optimizer)(model, optimizer, batches, lambda _: None)
-
-    told = _errors_of(work)
-    assert len(told) == 2
     wanted = "first.weight, first.bias did not require a gradient at parallelize(), and servers"
-    assert all(wanted in str(error) for error in told)
+    _check_refused_by_servers(build_frozen, _second_optimizer, wanted)
 
 
 def test_what_was_registered_and_taken_out_again_changes_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +49,19 @@ EVERYBODY_ENDS_S = 20.0
 
 
 # Who answers for a worker.
-def test_a_process_answers_for_a_worker_and_ends_with_it() -> None:
+@contextlib.contextmanager
+def watched_worker() -> Iterator[tuple[WorkerPulses, socket.socket, socket.socket]]:
+    """With both ends of its connection to a server: its own, of which it has a copy, and that."""
     near, far = socket.socketpair()
     with near, far:
         worker = WorkerPulses(0, Config())
         worker.add(0, near.dup(), "server 0")
         far.settimeout(HANGS_S)
+        yield worker, near, far
+
+
+def test_a_process_answers_for_a_worker_and_ends_with_it() -> None:
+    with watched_worker() as (worker, near, far):
         assert len(b"".join(far.recv(1) for _ in range(4))) == 4
         worker.close()
         near.close()
@@ -61,11 +70,7 @@ def test_a_process_answers_for_a_worker_and_ends_with_it() -> None:
 
 
 def test_the_process_that_answers_is_started_again() -> None:
-    near, far = socket.socketpair()
-    with near, far:
-        worker = WorkerPulses(0, Config())
-        worker.add(0, near.dup(), "server 0")
-        far.settimeout(HANGS_S)
+    with watched_worker() as (worker, _, far):
         for _ in range(2):
             assert far.recv(1)
             process = worker._process

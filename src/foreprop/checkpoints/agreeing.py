@@ -60,8 +60,8 @@ def _prepare(folder: CheckpointFolder, resumed: Checkpoint | None) -> None:
         if folder.newest(lambda text: None) is None:
             raise ConfigError(
                 f"{folder.path} has checkpoints of {counted(len(there), 'step')}, and none of"
-                " them is whole:"
-                " there is nothing to go on from. Move them away, or name another folder"
+                " them is whole: there is nothing to go on from. Move them away, or name another"
+                " folder"
             )
         raise ConfigError(
             f"{folder.path} has checkpoints already, the newest of step {there[0]}: go on from it,"

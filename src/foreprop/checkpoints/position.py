@@ -123,8 +123,7 @@ class LoaderPosition:
         if state["loader"]:
             raise ConfigError(
                 f"the checkpoint was made by {counted(saved_by, 'rank')} in the middle of an"
-                " epoch, with a"
-                " loader that saves its own position, which nobody can divide among"
+                " epoch, with a loader that saves its own position, which nobody can divide among"
                 f" {world_size}: go on with {counted(saved_by, 'rank')}, or from a checkpoint"
                 " between epochs"
             )
@@ -201,9 +200,8 @@ class LoaderPosition:
             if exact:
                 raise ConfigError(
                     f"the checkpoint is after {counted(saved['batches'], 'batch')} of epoch"
-                    f" {self.epoch}, and"
-                    f" the loader has only {number} now: give it the data and the batch size that"
-                    " it had"
+                    f" {self.epoch}, and the loader has only {number} now: give it the data and the"
+                    " batch size that it had"
                 )
             break
         return batches

@@ -447,9 +447,9 @@ class AveragedParameter:
         if not self._first_use.watched:
             stop_waiting(self.parameter)
 
-    def waits_for(self, update: DeferredStep | None) -> bool:
-        """Whether this step is still to be made for it, though its average is here."""
-        return self._update is not None and self._update is update and self._part.has_arrived
+    def arrived_with(self, other: AveragedParameter) -> bool:
+        """Whether the step that the other one waits for is to be made for it, with its average."""
+        return self._update is other._update and self._part.has_arrived
 
     def _put_average(self) -> torch.Tensor | None:
         """Have it in ``p.grad`` for the optimizer; returns what is there otherwise."""
@@ -463,11 +463,6 @@ class AveragedParameter:
             parameter.grad = part.landing.as_autograd_would()
             part.scalings.apply_to(parameter.grad)
         return shown
-
-    @property
-    def update(self) -> DeferredStep | None:
-        """The optimizer's step that is still to be made for it."""
-        return self._update
 
     def settle_whole(self) -> None:
         self.settle()

@@ -146,6 +146,12 @@ class Averaging:
 
         return LocalStepper(self._optimizer, self.settle)
 
+    def forget_others(self) -> None:
+        """Those that were known before and that the backend has not."""
+        for parameter in self.known.values():
+            parameter.detach()
+        self.known.clear()
+
     def measure(self, *, on: bool) -> None:
         """Between two steps, on all ranks alike."""
         if on and not self.measures:
@@ -230,7 +236,7 @@ class Averaging:
         """
         found = []
         for parameter in self.parameters[first.place + 1 :]:
-            if not parameter.waits_for(first.update):
+            if not parameter.arrived_with(first):
                 break
             found.append(parameter)
         return found

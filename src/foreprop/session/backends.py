@@ -275,6 +275,8 @@ def connect(training: Training, row_wise: Collection[str]) -> None:
     try:
         for index, (name, parameter, _) in enumerate(user.named):
             training.parameters.append(_make_parameter(training, index, name, parameter))
+        if training.averaging is not None:
+            training.averaging.forget_others()
         by_rows = [p for p in training.parameters if training.infos[p.index].rows]
         training.tables = cast("list[RowParameter | RemoteTable]", by_rows)
         if any(info.init is not None for info in training.infos):

@@ -117,11 +117,9 @@ class ReplicaCheck:
             managed.settle()
         size = tensor.element_size()
         flat = tensor.detach()
-        flat = (
-            flat.as_strided((flat.numel(),), (1,))
-            if _is_dense(flat)
-            else flat.contiguous().view(-1)
-        )
+        if not torch._prims_common.is_non_overlapping_and_dense_or_false(flat):
+            flat = flat.contiguous()
+        flat = flat.as_strided((flat.numel(),), (1,))  # in the order in which it lies
         part = flat.view(torch.uint8)[piece.start : piece.stop]
         whole = part.numel() - part.numel() % 8
         if (flat.storage_offset() * size + piece.start) % 8:
@@ -236,9 +234,3 @@ def _has_bits(parameter: Any) -> bool:
     """Whether they can be looked at here."""
     plain = parameter.layout == torch.strided and not is_traceable_wrapper_subclass(parameter)
     return bool(plain and not parameter.is_meta and parameter.numel())
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements are all there is in its piece of memory, in whatever order."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.numel() == 1 + sum((extent - 1) * stride for extent, stride in pairs)
