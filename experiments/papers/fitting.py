@@ -17,10 +17,10 @@ def fitted(
     """
     before, cost = first
     took_s, now_s = step_s(before), step_s(cost)
-    for _ in range(_MOST_TRIALS):
+    for trials_left in reversed(range(_MOST_TRIALS)):
         if abs(now_s / wanted_s - 1) <= within:
             return cost
-        if now_s == took_s:
+        if now_s == took_s or not trials_left:
             break
         slope = (now_s - took_s) / (cost - before)
         before, took_s = cost, now_s

@@ -84,10 +84,11 @@ def test_parallax_s_study_fits_two_costs_and_predicts_all_else(
     model: ParallaxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LM's rows to 9.4 times one worker, ResNet-50's servers to 1.4 times all-reduce."""
+    # with fewer and larger arrays who waits for whom decides, and the curve has teeth
     dense = Profile(
         name="dense",
         arrays=tuple(
-            ProfiledArray(name=str(n), shape=(400_000,), forward_flops=1.0) for n in range(8)
+            ProfiledArray(name=str(n), shape=(200_000,), forward_flops=1.0) for n in range(16)
         ),
     )
     images = ParallaxModel(profile=dense, compute_s=0.02, batch=64, unit="images")
