@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from foreprop.cluster.rendezvous import session_board
+from foreprop.cluster.world import World
+from foreprop.collectives.ringpulses import RingPulses
 from foreprop.config import Config
 from foreprop.link.pulses import WorkerPulses
+from foreprop.link.stream import connect
 from tests.faults import silent_nodes
 from tests.faults.cables import cables
 from tests.faults.faults import EventInjector
@@ -82,6 +87,27 @@ def test_the_process_that_answers_is_started_again() -> None:
         worker.close()
 
 
+def test_ranks_of_a_ring_hear_each_other_and_no_stranger(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config, store = Config(), dist.HashStore()
+    fields = {"size": 3, "local_size": 3, "host": "127.0.0.1", "store": store, "raw_store": store}
+    world = World(rank=0, **fields)  # type: ignore[arg-type]
+    board = session_board(world, config)
+    rings = [RingPulses(board, config, rank, 3, "127.0.0.1") for rank in range(3)]
+    address, port, _ = board.lookup("pulses/0", "where rank 0 listens").split()
+    strangers = [connect(address, int(port), timeout_s=HANGS_S) for _ in range(3)]
+    strangers[0].sendall(b"another-session 00000001")
+    strangers[1].sendall(b"this-session 00000000")  # nobody connects to itself
+    strangers[2].shutdown(socket.SHUT_WR)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda ring: ring.meet("this-session"), rings))
+    assert [len(ring.heard) for ring in rings] == [2, 2, 2]
+    assert "will not notice" not in capfd.readouterr().err
+    for each in (*strangers, *rings):
+        each.close()
+
+
 HELD_OR_STOPPED = """
 import ctypes, os, signal, socket, sys
 from foreprop.config import Config
@@ -139,6 +165,8 @@ def scenario(injector: EventInjector, settings: dict[str, Any], **more: Any) -> 
 
 RANK_1 = r"rank 1 \(node 0, host \S+ at 127.0.0.1\) is gone: server \d has heard nothing of it for"
 SERVER_1 = r"server 1 \(beside rank 1\) on node 1 at 127.0.0.1 is gone: rank \d has heard nothing"
+RING: dict[str, Any] = {"architecture": "ring"}
+RING_1 = r"rank 1 \(host \S+\) at 127.0.0.1 is gone: rank \d has heard nothing of it for"
 NODE_1 = rf"rank 1 \(node 1, host \S+ at 127.0.0.1\) is gone|{SERVER_1}"
 
 
@@ -163,6 +191,18 @@ def test_all_ranks_end_and_name_who_is_silent(
         assert "for 2 s (silence_report_s); after 5 s (silence_timeout_s)" in run.output()
         if action != "stop_server":
             assert run.started[1].status() == psutil.STATUS_STOPPED
+
+
+def test_silence_in_a_ring_is_named_by_all(zygote: Zygote, tmp_path: Path) -> None:
+    injector = EventInjector(tmp_path).at(rank=1, step=3, phase="backward").stop()
+    with ranks(zygote, tmp_path, 3, scenario(injector, {**SOON, **RING}), local_size=3) as run:
+        run.wait(but=[run.started[1]])
+        since_s = injector.only_fault(run)["at_s"]
+        ended_by_silence(run, since_s, [0, 2], rf"{RING_1} 5 s .*; rank \d was waiting for param")
+        assert "for 2 s (silence_report_s); after 5 s (silence_timeout_s)" in run.output()
+        run.started[1].send_signal(signal.SIGCONT)  # it learns that the others are gone
+        run.wait()
+        run.check_nothing_left()
 
 
 @pytest.mark.long
@@ -192,25 +232,34 @@ def test_silence_beside_a_relay_is_named_by_all(
 
 @pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.parametrize("action", ["stop", "stop_server", "stop_node"])
+@pytest.mark.parametrize(
+    ("action", "settings", "who"),
+    [
+        ("stop", {}, NODE_1),
+        ("stop_server", {}, NODE_1),
+        ("stop_node", {}, NODE_1),
+        ("stop", RING, RING_1),
+    ],
+)
 def test_all_ranks_end_within_twenty_seconds(
-    zygote: Zygote, tmp_path: Path, action: str, soon: Soon
+    zygote: Zygote, tmp_path: Path, action: str, settings: dict[str, Any], who: str, soon: Soon
 ) -> None:
     injector = getattr(EventInjector(tmp_path).at(rank=1, step=3), action)()
-    with ranks(zygote, tmp_path, 3, scenario(injector, {}), fork=1) as run:
+    with ranks(zygote, tmp_path, 3, scenario(injector, settings), fork=1) as run:
         survivors = [0, 2]
         run.wait(but=[run.started[1]])
         since_s = injector.only_fault(run)["at_s"]
         assert soon(time.monotonic() - since_s, EVERYBODY_ENDS_S), run.results()
-        ended_by_silence(run, since_s, survivors, NODE_1)
+        ended_by_silence(run, since_s, survivors, who)
 
 
 @pytest.mark.long
 @pytest.mark.alone
 @pytest.mark.lab
+@pytest.mark.parametrize("settings", [{}, RING])
 @pytest.mark.parametrize("cut_off", [1, 0])
 def test_all_ranks_end_within_twenty_seconds_when_a_cable_is_out(
-    zygote: Zygote, tmp_path: Path, cut_off: int, soon: Soon
+    zygote: Zygote, tmp_path: Path, cut_off: int, settings: dict[str, Any], soon: Soon
 ) -> None:
     """On both sides of it. The rendezvous store is rank 0's."""
     with cables(3) as net, running(tmp_path) as run:
@@ -220,14 +269,15 @@ def test_all_ranks_end_within_twenty_seconds_when_a_cable_is_out(
         for rank, node in enumerate(net.nodes):
             told = torchruns_variables(rank, port, 3)
             told |= {"MASTER_ADDR": net.address(0), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-            variables = run.environment(scenario(injector, {}), FORK_SERVERS="1", **told)
+            variables = run.environment(scenario(injector, settings), FORK_SERVERS="1", **told)
             run.start(zygote, variables, netns=f"/run/netns/{node}")
         run.wait()
         since_s = injector.only_fault(run)["at_s"]
         assert soon(time.monotonic() - since_s, EVERYBODY_ENDS_S), run.results()
         others = [rank for rank in range(3) if rank != cut_off]
         lost = (
-            rf"(rank {cut_off} \(node {cut_off}, |server {cut_off} \(beside rank {cut_off}\) on n)"
+            rf"(rank {cut_off} \((node {cut_off}, |host )"
+            rf"|server {cut_off} \(beside rank {cut_off}\) on n)"
         )
         ended_by_silence(run, since_s, others, lost)
         ended_by_silence(run, since_s, [cut_off], r"(rank|server) \d .* is gone")

@@ -139,7 +139,7 @@ class Board:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
         report_at, pause_s = started + self._report_s, _FIRST_LOOK_S
-        while (found := self._maybe_value(name, what)) is None:
+        while (found := self._maybe_value(name, what, look)) is None:
             now = time.monotonic()
             self._check(look)
             if now >= started + timeout_s:
@@ -156,10 +156,12 @@ class Board:
             pause_s = min(pause_s * 1.5, _LAST_LOOK_S)
         return found
 
-    def _maybe_value(self, name: str, what: str) -> bytes | None:
+    def _maybe_value(self, name: str, what: str, look: Look | None) -> bytes | None:
         try:
             return self.peek(name)
         except TransportError as error:
+            for check in filter(None, (look, self._look)):
+                check()  # it may know better who is lost
             raise TransportError(f"rank {self.rank}, which waited for {what}, {error}") from error
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from foreprop.cluster.seal import Seal
 
 LIMIT_S = 30.0
+_HURRIED_S, _HURRY_S = 1.0, 10.0
 T = TypeVar("T")
 _all_partings: weakref.WeakSet[Partings] = weakref.WeakSet()
 
@@ -112,6 +114,13 @@ class World:
         limits_s = (self._caller.limit_s, config.join_timeout_s, config.step_timeout_s)
         self._caller.limit_s = min(limits_s)
         self.use_secret(config)
+
+    def hurry_store(self) -> None:
+        """Somebody is lost, perhaps with the store: for a while none of its calls takes long.
+
+        Those under way, too. Any thread.
+        """
+        self._caller.hurried_until_s = time.monotonic() + _HURRY_S
 
     def use_secret(self, config: Config) -> None:
         """From now on what this process has in the store is signed, and what it gets must be."""
@@ -234,6 +243,7 @@ class StoreCaller:
     def __init__(self, store: Store, host: str) -> None:
         self.limit_s = LIMIT_S
         """The shortest of the sessions' timeouts."""
+        self.hurried_until_s = 0.0
         self._host = host
         self._is_local = isinstance(unwrap(store), HashStore)
         self._calls: queue.SimpleQueue[TimedCall] = queue.SimpleQueue()
@@ -269,9 +279,13 @@ class StoreCaller:
                 )
                 self._thread.start()
         self._calls.put(call)
-        if not call.done.wait(self.limit_s):
-            self._stuck = call
-            raise self._lost(f"{call.name} has not been answered within {self.limit_s:g} s")
+        begun_s = time.monotonic()
+        while not call.done.wait(min(_HURRIED_S, self.limit_s)):
+            now_s = time.monotonic()
+            waited_s = now_s - begun_s
+            if waited_s >= (_HURRIED_S if now_s < self.hurried_until_s else self.limit_s):
+                self._stuck = call
+                raise self._lost(f"{call.name} has not been answered within {waited_s:.3g} s")
 
     def _run(self) -> None:
         while True:

@@ -42,7 +42,7 @@ from foreprop.core.ring_machine import (
     UseNorm,
     most_collectives,
 )
-from foreprop.errors import ForepropError, InternalError, StepTimeout, own_error
+from foreprop.errors import ForepropError, InternalError, PeerLost, StepTimeout, own_error
 from foreprop.link.shutdown import done_here
 from foreprop.numerics.norms import GradientNorms
 from foreprop.observe.trace import RingStage
@@ -114,6 +114,7 @@ class RingEngine:
         ]
         for thread in self._threads:
             thread.start()
+        group.on_silence(self._lose_silent)
 
     def _make_sums(self, setup: Setup) -> GradientSums:
         about = (setup, self.settings, self._group, self._device)
@@ -222,8 +223,9 @@ class RingEngine:
             closer.start()
         except RuntimeError:  # the interpreter ends
             closer = done_here(closer)
+        deadline = time.monotonic() + _LEAVE_S
         for thread in (closer, *self._threads):
-            thread.join(None if error is None else _LEAVE_S)
+            thread.join(None if error is None else max(0.0, deadline - time.monotonic()))
         if well and isinstance(error, StepTimeout):
             raise error
 
@@ -366,6 +368,11 @@ class RingEngine:
         except ForepropError as error:
             self._fail(error)
             raise
+
+    def _lose_silent(self, rank: int, why: str) -> None:
+        """gloo waits for it, and does not know that it is stopped, or cut off. Its thread's."""
+        about = f"{why}; rank {self._group.rank} was waiting for {self._describe_awaited()}"
+        self._fail(PeerLost(about, peer=f"rank {rank}"))
 
     def _fail(self, error: ForepropError) -> None:
         if self._closing:

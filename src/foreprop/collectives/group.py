@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 
 from foreprop.cluster.rendezvous import Look, session_board, step_board
 from foreprop.cluster.world import TimedCall, World
+from foreprop.collectives.ringpulses import RingPulses
 from foreprop.config import LOGGER, Config
 from foreprop.core.ring_machine import most_collectives
 from foreprop.errors import ForepropError, PeerLost, StepTimeout, TransportError
@@ -58,15 +59,21 @@ class Group:
         self._config = config
         self._group: Any = None
         self._nccl: Any = None
+        self._pulses: RingPulses | None = None
 
-    def open(self, gpu: torch.device | None = None) -> None:
+    def open(self, session_id: str, gpu: torch.device | None = None) -> None:
         """Meet the other ranks; raises what keeps one of them from coming."""
+        if self.size > 1 and not self._world.in_process:  # of threads none is stopped alone
+            about = (self.joining, self._config, self.rank, self.size, self.address)
+            self._pulses = RingPulses(*about)
         options = _Gloo._Options()
         options._threads = most_collectives(self._config.chunks_in_flight)
         options._timeout = timedelta(seconds=self._config.step_timeout_s + _GRACE_S)
         options._devices = [self._device()]
         store = PrefixStore(f"{self.board.key}/gloo", self._world.store)
         self.joining.meet("arrived")
+        if self._pulses is not None:
+            self._pulses.meet(session_id)
         limit_s = self._config.join_timeout_s
         try:
             what = f"connecting rank {self.rank} to the others by gloo"
@@ -147,6 +154,16 @@ class Group:
         return "; ".join(states)
 
     # The end.
+    def on_silence(self, lose: Callable[[int, str], object]) -> None:
+        """``lose`` is told which rank is stopped or cut off, and that in words; in a thread."""
+
+        def hurry(rank: int, why: str) -> None:
+            self._world.hurry_store()  # whoever has it may be silent, too
+            lose(rank, why)
+
+        if self._pulses is not None:
+            self._pulses.heard.lost = hurry
+
     def cause(
         self, error: BaseException, awaited: Callable[[], str] = lambda: "the start"
     ) -> ForepropError:
@@ -202,7 +219,14 @@ class Group:
         finally:
             del work  # gloo's connections last as long, also in the traceback of an error
 
+    def forget_in_child(self) -> None:
+        """In a forked child: only the parent is there."""
+        if self._pulses is not None:
+            self._pulses.forget_in_child()
+
     def close(self) -> None:
+        if self._pulses is not None:
+            self._pulses.close()
         if self._nccl is not None:
             self._nccl.abort()  # nothing is under way, or it never ends
         self._group = self._nccl = None

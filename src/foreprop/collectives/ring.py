@@ -84,9 +84,9 @@ class RingBackend:
         gpus = dict(enumerate(group.joining.exchange("gpu", mine, "device")))
         if group.size > 1 and uses_nccl(collectives, gpus):
             _check_codecs_on_gpus(self._setup.config)
-            group.open(parameters[0].device)
+            group.open(self.session_id, parameters[0].device)
             return GpuWork(parameters[0].device)
-        group.open()
+        group.open(self.session_id)
         return HostWork(parameters)
 
     def _manifest(self) -> RingManifest:
@@ -175,6 +175,7 @@ class RingBackend:
     # The end.
     def refuse(self, error: BaseException) -> None:
         self._group.board.publish_failure(error)
+        self._group.close()
 
     def close(self, *, failed: bool) -> None:
         self._memory_factory.stop()
@@ -185,7 +186,8 @@ class RingBackend:
         self.engine.close(failure=failure)
 
     def forget_in_child(self) -> None:
-        """Nothing is held that a child could keep alive."""
+        """Whoever listens hears of the parent alone."""
+        self._group.forget_in_child()
 
     def describe(self) -> str:
         config, group = self._setup.config, self._group

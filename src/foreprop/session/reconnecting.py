@@ -5,6 +5,7 @@ With other servers, shares or slices, or with more parameters (`session.addition
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Collection, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from foreprop.cluster.entries import decode_entry
-from foreprop.errors import TrainingLoopError
+from foreprop.errors import TrainingLoopError, TransportError
 from foreprop.session.additions import listed
 from foreprop.session.adopting import watch_buffers
 from foreprop.session.backends import connect
@@ -105,12 +106,17 @@ def _agree(training: Training, names: Sequence[str]) -> None:
 
 
 def raise_if_others_join(training: Training) -> None:
-    """`TrainingLoopError` if another rank waits where this one does not come. Any thread."""
+    """`TrainingLoopError` if another rank waits where this one does not come. Any thread.
+
+    Whoever is lost with the store is noticed otherwise.
+    """
     averaging = training.averaging
     left = averaging is not None and any(each.left for each in averaging.parameters)
     board = training.board(_BOARD)
     for rank in range(training.world.size):
-        found = board.peek(f"{_JOINED}/{rank}") if rank != training.world.rank else None
+        found = None
+        with contextlib.suppress(TransportError):
+            found = board.peek(f"{_JOINED}/{rank}") if rank != training.world.rank else None
         if found is not None:
             theirs = _decode(found)
             if theirs.step <= training.completed + left:
