@@ -36,8 +36,6 @@ class PushCodecs:
 
     def __init__(self, engine: WorkerEngine) -> None:
         self._engine = engine
-        self._inner = engine.owners[Kind.REPLY]
-        self._inner_payload_of = engine.executor.payload_of
         self._trace: TraceRecorder | None = engine.trace
         self._slices = coded_slices(engine.manifest, engine.slices)
         self._averaged: dict[int, bool] = {}
@@ -56,25 +54,20 @@ class PushCodecs:
             self.residuals = Residuals(engine.parameters, self._slices, rank=engine.rank)
         self.raw_pushed_bytes = self.raw_reply_bytes = 0
         """What has crossed, as it would be without compression."""
-        engine.executor.payload_of = self.payload_of
-        for kind in self.kinds:
-            engine.owners[kind] = self
 
     def describe(self) -> str:
         return describe(self._engine.manifest.knobs.compression)
 
     # The sending threads.
-    def payload_of(self, frame: SendFrame) -> memoryview:
-        """Of a frame to a server: of a gradient, its code."""
-        coded = self._slices.get(frame.slice) if frame.kind == Kind.PUSH else None
-        data = raw = self._inner_payload_of(frame)
+    def encode(self, push: SendFrame, raw: memoryview) -> memoryview:
+        """Of a gradient, its code."""
+        coded, data = self._slices.get(push.slice), raw
         if coded is not None:
-            self._averaged[frame.slice] = bool(frame.flags & Flag.GRADIENT)
+            self._averaged[push.slice] = bool(push.flags & Flag.GRADIENT)
             if len(raw):
-                data = self._encoded(coded, raw, frame)
-        if frame.kind == Kind.PUSH:
-            with self._engine.lock:
-                self.raw_pushed_bytes += len(raw)
+                data = self._encoded(coded, raw, push)
+        with self._engine.lock:
+            self.raw_pushed_bytes += len(raw)
         return data
 
     def _encoded(self, coded: SliceCodec, raw: memoryview, frame: SendFrame) -> memoryview:
@@ -96,10 +89,10 @@ class PushCodecs:
         size_bytes = header.payload_bytes
         is_raw = header.step == 0 or header.flags & Flag.UNCHANGED
         if coded is None or is_raw or size_bytes >= coded.raw_bytes:
-            return self._inner.room(peer, header)
+            return self._engine.room(peer, header)
         check_code(header, coded)
         whole = header._replace(payload_bytes=coded.raw_bytes)
-        self._targets[peer.number] = self._inner.room(peer, whole)
+        self._targets[peer.number] = self._engine.room(peer, whole)
         return self._scratch_of(peer.number)[:size_bytes]
 
     def _scratch_of(self, server: int) -> memoryview:
@@ -124,7 +117,7 @@ class PushCodecs:
             if self._is_cast:  # whose memory goes by lengths
                 self._engine.counters.reply_bytes -= raw_bytes - header.payload_bytes
         seen = header._replace(payload_bytes=raw_bytes) if self._is_cast else header
-        self._inner.on_frame(peer, seen, payload if target is None else target)
+        self._engine.on_frame(peer, seen, payload if target is None else target)
 
     def _decode(
         self, coded: SliceCodec, target: memoryview, payload: memoryview, header: Header

@@ -20,7 +20,7 @@ from foreprop.core.shards import slice_names
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure
-from foreprop.link.connection import Connection, Later, Service, owners_of
+from foreprop.link.connection import Connection, FrameOwner, Later, Service
 from foreprop.path.calls import (
     AnnouncedNumbers,
     Blobs,
@@ -32,6 +32,7 @@ from foreprop.path.calls import (
 )
 from foreprop.path.executor import Executor, Host
 from foreprop.path.joining import unknown_optimizer
+from foreprop.path.pipeline import Payload, Pipeline, Receivers
 from foreprop.path.slices import CheckGradient, Slices, Updates
 from foreprop.path.slicestore import SliceStore
 
@@ -59,7 +60,7 @@ _ROW_FRAMES = frozenset(
 class ServerWork:
     """A server's part in a session, as `path.joining` starts and ends it."""
 
-    owners: Mapping[int, Service]
+    owners: Mapping[int, FrameOwner]
     names: list[str]
     executor: Executor
     waits: Waits
@@ -182,17 +183,30 @@ class _Composition:
         self._updates = Updates(*about, self._settings.at, names)
         self._slices = Slices(*about, names, check=self._finite_check())
         self._frames: Service = self._slices
+        self._codecs: ReplyCodecs | None = None
         if images is not None:
-            self._frames = self._make_codecs(images)
-        if apart is not None:
-            self._executor.payload_of = apart.payload_of
+            self._frames = self._codecs = self._make_codecs(images)
         self._waits = Waits([self._slices], self._barrier)
         self._goodbyes = Goodbyes(self._executor)
         self._admission = None if counting is None else counting.admission
         if counting is not None:
             counting.begin(self._executor, connections)
         about_all = (names, self._executor, self._waits, counting, self._recovery)
-        self.work = ServerWork(owners_of(self._services()), *about_all)
+        receivers = Receivers()
+        receivers.add(*self._services())
+        self.work = ServerWork(receivers, *about_all)
+        replies = self._slices.payload_of if apart is None else apart.payload_of
+        self._executor.use(self._pipeline(replies))
+
+    def _pipeline(self, replies: Payload) -> Pipeline:
+        """``replies``: what has their values."""
+        snapshots = None if self._recovery is None else self._recovery.snapshots
+        return Pipeline(
+            payload={Kind.REPLY: replies}
+            | ({} if snapshots is None else {Kind.SNAPSHOT: snapshots.payload_of}),
+            encode={} if self._codecs is None else {Kind.REPLY: self._codecs.encode},
+            sent={Kind.REPLY: self._updates.reply_sent},
+        )
 
     def _make_machine(self, slices: Sequence[Slice], index: int) -> ServerMachine:
         knobs, peers = self._manifest.knobs, self._manifest.peers()
