@@ -208,6 +208,8 @@ class AveragedParameter:
 
     def _begin_round(self, gradient: torch.Tensor | None) -> None:
         """Have the gradient averaged; None: this rank has none."""
+        if self._update is not None:  # nothing has used the parameter: its average is still here
+            self.settle()
         if self.counts_rows:
             from foreprop.path.sums import count_rows
 
