@@ -50,6 +50,7 @@ class ViewWorld:
         everybody = [*first.members, *([] if newcomer is None else [newcomer])]
         self.kills, self.mortal = kills, everybody if mortal is None else list(mortal)
         self.accusations, self.steps = list(accusations), steps
+        self.accusations_made = 0
         self.cut, self.is_cut = frozenset(cut), False
         self.newcomer, self.has_asked = newcomer, False
         self.machines = {m: ViewMachine(m, first if m != newcomer else None) for m in everybody}
@@ -161,6 +162,7 @@ class ViewWorld:
             self.tell(who[0], MemberSilent(who[1]))
         elif what == "accuse":
             self.accusations.remove((who[0], who[1]))
+            self.accusations_made += 1
             self.tell(who[0], MemberSilent(who[1]))
         elif what == "stalled":
             self.tell(who[0], MemberSilent(self.machines[who[0]].awaited[0]))
