@@ -9,27 +9,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 import torch
 
 from foreprop.config import LOGGER, Config
 from foreprop.core.buddy import BuddiedServer
-from foreprop.core.collect import UpdateSlice
-from foreprop.core.counting_server import CountingServer
+from foreprop.core.collect import AnswerSlice, DropPush, UpdateSlice
+from foreprop.core.firstmembers import FirstMembers
 from foreprop.core.frames import CONTROL_PRIORITY, SendFrame
 from foreprop.core.manifest import Manifest
 from foreprop.core.membership import (
-    AnswerSlice,
     CountedLog,
     CountedReplay,
-    DropPush,
     MemberLeft,
     Members,
     PeerDropped,
-    UpdateCounted,
 )
 from foreprop.core.sendqueue import turns_of
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.elastic.admission import Admission
@@ -59,14 +58,15 @@ class Counting:
         self._elastic = knobs.elastic
         self._limit_s = SILENT_SHARE * config.step_timeout_s
         self.members = Members(workers, backups=knobs.backup_workers, started=started)
-        self.machine: CountingServer | BuddiedServer = CountingServer(
+        replay = _maybe_replay(config, index, workers, own)
+        self.machine: ServerMachine | BuddiedServer = ServerMachine(
             slices,
             index=index,
-            members=self.members,
+            workers=workers,
             order=knobs.order,
             names=[info.name for info in manifest.parameters],
-            replay=_maybe_replay(config, index, workers, own),
             turns=turns_of(knobs.lanes, index, started),
+            closing=partial(FirstMembers, members=self.members, replay=replay),
         )
         self.store = CountedStore(manifest, slices, index)
         self._index = index
@@ -98,7 +98,7 @@ class Counting:
         self.connections = connections
         self._update: Doer = executor.doers[UpdateSlice]
         executor.doers |= {
-            UpdateCounted: self._update_counted,
+            UpdateSlice: self._update_counted,
             AnswerSlice: self._answer,
             DropPush: self._drop,
         }
@@ -106,14 +106,14 @@ class Counting:
             self.admission.begin(executor)
 
     # Doing.
-    def _update_counted(self, due: UpdateCounted) -> Sequence[object] | None:
-        slice_, step = due.update[:2]
+    def _update_counted(self, due: UpdateSlice) -> Sequence[object] | None:
+        counted = due.counted or ()
         with self._lock:
-            lines = self._log.note(slice_, step, due.counted)
+            lines = self._log.note(due.slice, due.step, counted)
             if self._file is not None and lines:
                 self._file.write(lines)
-        self.store.about(step, len(due.counted))
-        return self._update(due.update)
+        self.store.about(due.step, len(counted))
+        return self._update(due)
 
     def _answer(self, answer: AnswerSlice) -> None:
         slice_, step, priority, ranks, flags = answer
