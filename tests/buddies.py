@@ -453,7 +453,7 @@ class Server:
 
     def _answer(self, answer: AnswerSlice) -> None:
         """With the values of now, as `elastic.counting` does."""
-        slice_, step, priority, ranks, _ = answer
+        slice_, step, priority, ranks = answer[:4]
         assert self.stories[slice_][-1][0] == step or step == 0
         self._check_bound(slice_, step)
         for rank in ranks:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from foreprop.core.closing import AllMembers
 from foreprop.core.collect import SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
@@ -37,7 +38,13 @@ def make(
 ) -> ServerMachine:
     names = ["a", "b", "c"]
     return ServerMachine(
-        SLICES, index=index, workers=workers, order=order, reply=reply, names=names
+        SLICES,
+        closing=AllMembers,
+        index=index,
+        workers=workers,
+        order=order,
+        reply=reply,
+        names=names,
     )
 
 
@@ -82,7 +89,7 @@ def state_of(machine: ServerMachine) -> str:
     replies = machine._replies
     queues = (machine._updates.items(), machine._updating, replies.lanes.items())
     waits = (dict(replies._pulls), replies._unchanged, replies.lanes._busy)
-    return repr((slices, queues, waits, machine._closing.members.left))
+    return repr((slices, queues, waits, machine.closing.members.left))
 
 
 def test_a_slice_is_updated_once_every_worker_has_pushed_it() -> None:

@@ -115,7 +115,7 @@ class World:
         clocks = [
             (s.done, s.rounds, s.last, sorted(s.owed.items())) for s in server._states.values()
         ]
-        rule = server._closing
+        rule = server.closing
         if isinstance(rule, BoundedStaleness):
             clocks += [(rule._applied, rule._versions, rule._seen)]
         queues = server._updates.items(), server._updating, lanes.items()
@@ -248,7 +248,7 @@ def explored(staleness: Staleness, workers: int, steps: int, slices: int) -> See
 
     def look(world: World) -> None:
         seen.gaps.add(max(world.begun) - 1 - min(world.completed))
-        rule = world.server._closing
+        rule = world.server.closing
         seen.waited.add(rule.waiting(0) if isinstance(rule, BoundedStaleness) else ())
         if not world.choices():
             seen.ends.add(world.stories[0])

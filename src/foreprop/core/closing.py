@@ -16,8 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from foreprop.core.collect import AnswerSlice, Round, SliceState, UpdateSlice, with_gradient
-from foreprop.core.frames import FailSession, Peers, PushArrived
+from foreprop.core.collect import (
+    NEVER,
+    AnswerSlice,
+    Round,
+    SliceState,
+    UpdateSlice,
+    with_gradient,
+)
+from foreprop.core.frames import FailSession, Peers, PullArrived, PushArrived
 from foreprop.core.membership import Members
 from foreprop.core.wire import ROUND_SHIFT, Flag
 from foreprop.errors import RemoteProtocolError
@@ -33,23 +40,29 @@ class RanksApart(RemoteProtocolError):
 class ClosingRule(Protocol):
     """Not thread-safe; `RemoteProtocolError` leaves everything as it was.
 
-    What it returns is done in this order; an `UpdateSlice` is a round that is closed.
+    What it returns is done in this order. An `UpdateSlice` is a round that is closed, a
+    `MessageReady` a frame to be queued, `PullArrived` one to be answered as soon as it may be.
     """
 
     members: Members
     handlers: Handlers
     """Events that only this rule knows."""
     may_be_apart: bool
-    """Workers may be in different steps, and may ask for the values of now."""
+    """Workers may be in different steps: rank 0's values are compared, and not taken."""
     binds: bool
     """The shell is to take the values of an answer at once, for they may change before it leaves:
     `AnswerSlice`."""
+    passes_on: bool
+    """What is combined goes on to another server (`SERVER`), and so do rank 0's values."""
 
     def add(self, state: SliceState, push: PushArrived) -> Sequence[Any]:
         """Note a push."""
 
     def updated(self, state: SliceState, update: UpdateSlice, flags: int) -> Sequence[Any]:
         """A closed round is done: who is to be answered, with these flags."""
+
+    def pull(self, state: SliceState, event: PullArrived) -> Sequence[Any]:
+        """Somebody asks for values."""
 
     def leave(self, rank: int) -> Sequence[Any]:
         """A peer has said goodbye."""
@@ -65,6 +78,17 @@ class ClosingRule(Protocol):
 
     def describe(self, state: SliceState, step: int) -> str:
         """For whom the slice waits at this step, in words, or nothing."""
+
+
+def values_of_now(peers: Peers, state: SliceState, event: PullArrived) -> Sequence[AnswerSlice]:
+    """Where workers may be apart: for who is owed no answer. Raises `RemoteProtocolError`."""
+    rank, slice_, step, priority, _ = event
+    if step or rank in state.owed or state.done == NEVER:
+        raise RemoteProtocolError(
+            f"{peers.name(rank)} pulled slice {slice_} of step {step}; it may ask for the values"
+            " of now (step 0), when it is owed no answer"
+        )
+    return [AnswerSlice(slice_, 0, priority, (rank,))]
 
 
 def first_failure(states: States, of: Callable[[SliceState], list[FailSession]]) -> Sequence[Any]:
@@ -110,7 +134,7 @@ class AllMembers:
     ``ahead``: a peer may push a step before all have pushed the one before.
     """
 
-    may_be_apart = binds = False
+    may_be_apart = binds = passes_on = False
 
     def __init__(self, states: States, peers: Peers, *, ahead: bool = False) -> None:
         self.handlers: Handlers = {}
@@ -121,6 +145,9 @@ class AllMembers:
         self._everybody = tuple(range(peers.count))
         self._ahead = ahead
         self._left = self.members.left
+
+    def pull(self, state: SliceState, event: PullArrived) -> Sequence[Any]:
+        return [event]
 
     def add(self, state: SliceState, push: PushArrived) -> Sequence[Any]:
         _, slice_, step, priority, any_flags = push
@@ -175,7 +202,8 @@ class AllMembers:
     def updated(self, state: SliceState, update: UpdateSlice, flags: int) -> Sequence[Any]:
         state.done = min(state.rounds)  # of one round: nobody was allowed to be ahead
         state.rounds.clear()
-        return [AnswerSlice(update.slice, update.step, state.priority, self._everybody, flags)]
+        slice_, step, _, is_average = update[:4]
+        return [AnswerSlice(slice_, step, state.priority, self._everybody, flags, is_average)]
 
     # What does not fit.
     def check_present(self, rank: int, state: SliceState) -> None:

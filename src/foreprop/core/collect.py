@@ -7,7 +7,7 @@ and a node's sums have the same record (`SliceState`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from foreprop.core.frames import NO_TOKEN, MessageReady, Peers, PullArrived, SendFrame
@@ -23,19 +23,6 @@ class SliceUpdated(NamedTuple):
 
     squares: SquareSum | None = None
     """Of the aggregated gradient, if it was to be measured."""
-
-
-class UpdateDeferred(NamedTuple):
-    """The update under way is done elsewhere; `UpdateAnswered` will say that it is done."""
-
-
-class UpdateAnswered(NamedTuple):
-    """A deferred update is done."""
-
-    slice: int
-    step: int
-    flags: int
-    """Of the answer: maybe ``UNCHANGED``."""
 
 
 class SliceSummed(NamedTuple):
@@ -81,6 +68,8 @@ class AnswerSlice(NamedTuple):
     priority: int
     ranks: tuple[int, ...]
     flags: int = 0
+    is_average: bool = False
+    """Of the gradient: the values are as they were."""
 
 
 class DropPush(NamedTuple):
@@ -175,27 +164,15 @@ class Replies:
     """Queues a server's frames and remembers who waits for which slice. Not thread-safe."""
 
     def __init__(
-        self,
-        peers: Peers,
-        *,
-        order: Order,
-        reply: Reply,
-        turns: Turns = USUAL_TURNS,
-        binds: bool = False,
+        self, peers: Peers, *, order: Order, reply: Reply, turns: Turns = USUAL_TURNS
     ) -> None:
-        """``binds``: the shell takes the values of an answer first, and then queues it."""
         self.lanes: SendLanes[SendFrame] = SendLanes(order, turns=turns)
         self._peers = peers
         self._reply = reply
-        self._binds = binds
         self._pulls: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         """By slice: rank and step of the pulls that came before the update."""
         self._unchanged: dict[int, int] = {}
         """By slice: the flag, if there is no average to be pulled, as no rank had a gradient."""
-
-    def is_pulled(self, slice_: int) -> bool:
-        """Whether somebody waits for this slice's next update."""
-        return bool(self._pulls.get(slice_))
 
     def describe(self, slice_: int) -> str:
         """What of an updated slice is still queued, in words."""
@@ -224,29 +201,20 @@ class Replies:
             flags = self._unchanged.get(slice_, 0)
             self.send(MessageReady(rank, Kind.REPLY, step, priority, slice_, NO_TOKEN, flags))
 
-    def answer(
-        self, answers: Sequence[AnswerSlice], *, is_average: bool = False
-    ) -> Sequence[AnswerSlice]:
-        """A slice has its first values, is updated, or with ``is_average`` its gradient is.
-
-        Returns what the shell is to do.
-        """
-        if self._binds:
-            return answers
+    def answer(self, answer: AnswerSlice) -> None:
+        slice_, step, priority, ranks, flags, is_average = answer
+        to_pull = flags if is_average else 0
+        kind = Kind.REPLY
+        if step:
+            self._unchanged[slice_] = to_pull
+            kind = Kind.NOTIFY if self._reply == "notify" else kind
+        if step and self._reply == "pull":
+            ranks = tuple(rank for rank, _ in self._pulls.pop(slice_, ()))
+            flags = to_pull
         push = self.lanes.push
-        for slice_, step, priority, ranks, flags in answers:
-            to_pull = flags if is_average else 0
-            kind = Kind.REPLY
-            if step:
-                self._unchanged[slice_] = to_pull
-                kind = Kind.NOTIFY if self._reply == "notify" else kind
-            if step and self._reply == "pull":
-                ranks = tuple(rank for rank, _ in self._pulls.pop(slice_, ()))
-                flags = to_pull
-            for rank in ranks:
-                frame = SendFrame(rank, kind, step, slice_, priority, flags, NO_TOKEN)
-                push(rank, step, priority, frame)
-        return []
+        for rank in ranks:
+            frame = SendFrame(rank, kind, step, slice_, priority, flags, NO_TOKEN)
+            push(rank, step, priority, frame)
 
     def send(self, message: MessageReady) -> None:
         peer, kind, step, priority, slice_, token, flags = message

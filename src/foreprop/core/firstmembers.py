@@ -29,6 +29,7 @@ from foreprop.core.closing import (
     first_failure,
     lacking,
     unlike_values,
+    values_of_now,
 )
 from foreprop.core.collect import (
     NEVER,
@@ -38,7 +39,7 @@ from foreprop.core.collect import (
     UpdateSlice,
     with_gradient,
 )
-from foreprop.core.frames import FailSession, Finish, Peers, PushArrived
+from foreprop.core.frames import FailSession, Finish, Peers, PullArrived, PushArrived
 from foreprop.core.membership import CountedReplay, MemberLeft, Members, PeerDropped
 from foreprop.core.newcomers import JoinAsked, JoinSettled, Newcomers
 from foreprop.core.wire import Flag
@@ -51,7 +52,7 @@ class FirstMembers:
     With a ``replay`` every slice waits for all members, and counts whom that says.
     """
 
-    binds = True
+    binds, passes_on = True, False
 
     def __init__(
         self,
@@ -95,6 +96,10 @@ class FirstMembers:
         begun = all(state.done != NEVER for state in self._states.values())
         rest = self.members.here - self.newcomers.empty_handed - {rank}
         return (begun or rank != 0) and bool(rest)
+
+    # Values.
+    def pull(self, state: SliceState, event: PullArrived) -> Sequence[Any]:
+        return values_of_now(self._peers, state, event) if self.may_be_apart else [event]
 
     # Pushes.
     def add(self, state: SliceState, push: PushArrived) -> Sequence[Any]:

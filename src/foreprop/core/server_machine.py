@@ -5,37 +5,32 @@ combined and answered. Which pushes close it, and whom it then answers, its *clo
 (`core.closing`). A closed slice enters the update queue; one update is under way at a time, the
 most urgent first. The shell sums the gradients in rank order, whatever order they came in, so the
 bits never depend on timing. Answers leave at once, with the priority that the pushes carried,
-through a send queue for each worker (`core.sendqueue`). If updates need the norm of all gradients,
-sum and update are two operations, with a ``barrier`` between them (`core.barrier`). Where updates
-are done elsewhere, as for a relay (`core.relay_machine`), each is *deferred* instead, and many may
-be.
+through a send queue for each peer (`core.sendqueue`). If updates need the norm of all gradients,
+sum and update are two operations, with a ``barrier`` between them (`core.barrier`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 from foreprop.core.barrier import HeldSums, StepBarrier
-from foreprop.core.closing import AllMembers, ClosingRule, States
+from foreprop.core.closing import ClosingRule, States
 from foreprop.core.collect import (
     NEVER,
     AnswerSlice,
-    DropPush,
     Replies,
     SendSquares,
     SliceState,
     SliceSummed,
     SliceUpdated,
     SumSlice,
-    UpdateAnswered,
-    UpdateDeferred,
     UpdateSlice,
     check_giver,
 )
 from foreprop.core.frames import (
+    NO_TOKEN,
     SERVER,
-    FailSession,
     Finish,
     FrameSent,
     InstallValue,
@@ -45,8 +40,6 @@ from foreprop.core.frames import (
     Peers,
     PullArrived,
     PushArrived,
-    SendFrame,
-    SendNormPart,
     ValueArrived,
     each_worker,
 )
@@ -54,33 +47,17 @@ from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendQueue, Turns
 from foreprop.core.slicing import Slice
 from foreprop.core.takeover import SliceTakenOver
-from foreprop.core.wire import Flag
+from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError, RemoteProtocolError
 
-ServerInstruction = (
-    SendFrame
-    | UpdateSlice
-    | SumSlice
-    | AnswerSlice
-    | DropPush
-    | SendNormPart
-    | SendSquares
-    | InstallValue
-    | FailSession
-    | Finish
-)
-"""And those that only a rule knows."""
+Rule = TypeVar("Rule", bound=ClosingRule)
 
 
-class MakeRule(Protocol):
-    def __call__(self, states: States, peers: Peers, /) -> ClosingRule: ...
-
-
-class ServerMachine:
+class ServerMachine(Generic[Rule]):
     """Decides what a server updates and sends next. Not thread-safe.
 
     ``names`` are the parameters' names, for messages; ``index`` is the server's own. ``workers`` is
-    how many push to it, and ``peers`` who they are, who take ``turns``.
+    how many push to it, and ``peers`` who they are, who take ``turns``. ``closing`` makes the rule.
     """
 
     def __init__(
@@ -91,11 +68,11 @@ class ServerMachine:
         workers: int,
         order: Order,
         names: Sequence[str],
+        closing: Callable[[States, Peers], Rule],
         reply: Reply = "broadcast",
         barrier: StepBarrier | None = None,
         peers: Peers | None = None,
         turns: Turns = USUAL_TURNS,
-        closing: MakeRule = AllMembers,
     ) -> None:
         self._index = index
         self._peers = peers or each_worker(workers)
@@ -104,26 +81,21 @@ class ServerMachine:
             number: _state_of(number, names[piece.parameter])
             for number, piece in self._slices.items()
         }
-        self._closing = closing(self._states, self._peers)
-        self._members = self._closing.members
+        self.closing = closing(self._states, self._peers)
+        self._members = self.closing.members
         self._barrier = barrier
         self._held = HeldSums(barrier, "slice")
-        self._deferred: dict[int, UpdateSlice] = {}  # by slice
         self._updates: SendQueue[UpdateSlice | SumSlice] = SendQueue(order)
         self._updating: UpdateSlice | SumSlice | None = None
         self._measured: dict[int, tuple[UpdateSlice, SquareSum, int]] = {}
         """Averaged, by slice, until all of the round are; the flags of the answer last."""
-        self._replies = Replies(
-            self._peers, order=order, reply=reply, turns=turns, binds=self._closing.binds
-        )
+        self._replies = Replies(self._peers, order=order, reply=reply, turns=turns)
         self._handlers: dict[type, Callable[[Any], Sequence[Any]]] = {
             PushArrived: self._on_push_arrived,
             ValueArrived: self._on_value_arrived,
             SliceTakenOver: self._on_slice_taken_over,
             PullArrived: self._on_pull_arrived,
             SliceUpdated: self._on_slice_updated,
-            UpdateDeferred: self._on_update_deferred,
-            UpdateAnswered: self._on_update_answered,
             SliceSummed: self._on_slice_summed,
             NormArrived: self._on_norm_arrived,
             FrameSent: self._on_frame_sent,
@@ -132,14 +104,11 @@ class ServerMachine:
         }
 
     def handle(self, event: Any) -> Sequence[Any]:
-        """The only way state changes; `RemoteProtocolError` leaves the state as it was.
-
-        Returns `ServerInstruction`s, and those of the closing rule.
-        """
+        """The only way state changes; `RemoteProtocolError` leaves the state as it was."""
         handler = self._handlers.get(type(event))
         if handler is not None:
             return handler(event)
-        of_rule = self._closing.handlers.get(type(event))
+        of_rule = self.closing.handlers.get(type(event))
         if of_rule is None:
             raise InternalError(f"a server does not know the event {event!r}")
         return self._go_on(of_rule(event))
@@ -176,12 +145,10 @@ class ServerMachine:
         """What a slice waits for at this step, in words."""
         state = self._state(slice_)
         name = state.name
-        if waits := self._closing.describe(state, step):
+        if waits := self.closing.describe(state, step):
             return f"{name} {waits}"
         if state.done_step >= step:
             return f"{name} is updated; {self._replies.describe(slice_)}"
-        if slice_ in self._deferred:
-            return f"{name} is summed and waits for server {self._index}"
         if self._updating is not None and self._updating.slice == slice_:
             return f"{name} is being updated"
         if slice_ in self._measured:
@@ -192,62 +159,66 @@ class ServerMachine:
             return f"{name} is summed and waits for {self._held.describe(others)}"
         return f"{name} is queued for its update, with {len(self._updates) - 1} other slices"
 
-    def priority_of(self, slice_: int) -> int:
-        """The most urgent that a push of its step has carried."""
-        return self._states[slice_].priority
-
     def priorities(self) -> list[tuple[int, int]]:
         """By slice, as it was pushed last."""
         return [(number, state.priority) for number, state in self._states.items()]
 
-    def is_fresh(self, slice_: int) -> bool:
-        """Whether the slice is this server's, and has no values yet."""
-        return slice_ in self._states and self._states[slice_].done_step < 0
-
-    def is_pulled(self, slice_: int) -> bool:
-        """Whether somebody waits for this slice's next update."""
-        return self._replies.is_pulled(slice_)
-
     def incomplete(self) -> list[tuple[int, int]]:
         """Slices that some wait for, because others have not pushed: (slice, step)."""
-        return self._closing.incomplete()
+        return self.closing.incomplete()
 
     def awaited(self) -> set[int]:
         """The members that some slice waits for, or that stay when others have left."""
         found: set[int] = set()
         for slice_, step in self.incomplete():
-            found.update(self._closing.missing(self._states[slice_], step))
+            found.update(self.closing.missing(self._states[slice_], step))
         return found | (self._members.here - self._members.left if self._members.left else set())
 
     def can_spare(self, rank: int) -> bool:
         """Whether the session can go on without this member."""
-        return self._closing.can_spare(rank)
+        return self.closing.can_spare(rank)
 
     # Collecting and closing.
     def _on_push_arrived(self, event: PushArrived) -> Sequence[Any]:
         state = self._states.get(event.slice) or self._state(event.slice)
-        return self._go_on(self._closing.add(state, event))
+        return self._go_on(self.closing.add(state, event))
 
     def _go_on(self, told: Sequence[Any]) -> Sequence[Any]:
-        """What a rule has said: rounds that are closed queue for their update."""
+        """What a rule has said: what is closed queues for its update, answers for their peers."""
         followed: list[Any] = []
         for each in told:
-            if type(each) is not UpdateSlice:
+            kind = type(each)
+            if kind is UpdateSlice:
+                slice_, step, ranks = each[:3]
+                needs_norm = self._barrier is not None and not each.gradient
+                if needs_norm and not ranks:
+                    followed += self._held.hold(slice_, step, ranks, ZERO)
+                    continue
+                due = SumSlice(slice_, step, ranks) if needs_norm else each
+                self._updates.push(step, self._states[slice_].priority, due)
+                followed += self._next_update()
+            elif kind is AnswerSlice and not self.closing.binds:
+                self._replies.answer(each)
+            elif kind is MessageReady:
+                self._replies.send(each)
+            elif kind is PullArrived:
+                self._replies.pull(each, self._states[each.slice])
+            elif kind is ValueArrived:
+                followed += self._on_value_arrived(each)
+            else:
                 followed.append(each)
-                continue
-            slice_, step, ranks = each[:3]
-            if self._barrier is not None and not each.gradient and not ranks:
-                followed += self._held.hold(slice_, step, ranks, ZERO)
-                continue
-            needs_sum = self._barrier is not None and not each.gradient
-            due = SumSlice(slice_, step, ranks) if needs_sum else each
-            self._updates.push(step, self._states[slice_].priority, due)
-            followed += self._next_update()
+        if self._replies.lanes.queued:
+            followed += self._replies.lanes.depart()
         return followed
 
     def _on_peer_left(self, event: PeerLeft) -> Sequence[Any]:
-        told = self._closing.leave(event.rank)
-        return told or ([Finish()] if self._members.all_left else [])
+        return self._go_on(self.closing.leave(event.rank)) or self._end()
+
+    def _end(self) -> list[Finish]:
+        """All have said goodbye; what is passed on has left."""
+        is_under_way = self.closing.passes_on and (self._updating or self._updates.heap)
+        is_ended = self._members.all_left and not is_under_way and self.has_sent_all(SERVER)
+        return [Finish()] if is_ended else []
 
     # The barrier.
     def _on_slice_summed(self, event: SliceSummed) -> Sequence[Any]:
@@ -269,7 +240,7 @@ class ServerMachine:
             self._updates.push(event.step, self._states[slice_].priority, update)
         return self._next_update()
 
-    # Updating.
+    # Updating, and answering.
     def _next_update(self) -> Sequence[Any]:
         if self._updating is not None or not self._updates.heap:
             return []
@@ -280,12 +251,14 @@ class ServerMachine:
         update, self._updating = self._updating, None
         if not isinstance(update, UpdateSlice):
             raise InternalError("an update finished that nobody started")
-        is_valued = self._states[update.slice].valued == update.step and not update.gradient
+        state = self._states[update.slice]
+        is_valued = state.valued == update.step and not update.gradient
         flags = 0 if update.ranks or is_valued else int(Flag.UNCHANGED)
         if event.squares is not None:
-            noted = self._note_squares(update, event.squares, flags)
-            return [*noted, *self._next_update()]
-        return [*self._finish(update, flags), *self._replies.lanes.depart(), *self._next_update()]
+            told = self._note_squares(update, event.squares, flags)
+        else:
+            told = self.closing.updated(state, update, flags)
+        return [*self._go_on(told), *self._next_update()]
 
     def _note_squares(self, update: UpdateSlice, squares: SquareSum, flags: int) -> Sequence[Any]:
         """With the last slice of a round all of them are told.
@@ -300,39 +273,26 @@ class ServerMachine:
         self._measured.clear()
         told: list[Any] = [SendSquares(update.step, tuple(each[1] for each in measured))]
         for held, _, flags_of in measured:
-            told += self._finish(held, flags_of)
-        return [*told, *self._replies.lanes.depart()]
+            told += self.closing.updated(self._states[held.slice], held, flags_of)
+        return told
 
-    def _on_update_deferred(self, _: UpdateDeferred) -> Sequence[Any]:
-        update, self._updating = self._updating, None
-        if not isinstance(update, UpdateSlice):
-            raise InternalError("an update was deferred that nobody started")
-        self._deferred[update.slice] = update
-        return self._next_update()
-
-    def _on_update_answered(self, event: UpdateAnswered) -> Sequence[Any]:
-        update = self._deferred.pop(event.slice, None)
-        if update is None or update.step != event.step:
-            raise InternalError(f"an update was answered that nobody deferred: {event}")
-        return [*self._finish(update, event.flags & Flag.UNCHANGED), *self._replies.lanes.depart()]
-
-    # Answering.
-    def _finish(self, update: UpdateSlice, flags: int) -> Sequence[Any]:
-        answers = self._closing.updated(self._states[update.slice], update, flags)
-        return self._replies.answer(answers, is_average=update.gradient)
-
+    # Values.
     def _on_value_arrived(self, event: ValueArrived) -> Sequence[Any]:
         rank, slice_, step, priority = event
         state = self._state(slice_)
         if rank != SERVER:
             check_giver(self._peers, rank)
-        if step and self._closing.may_be_apart:
+        if step and self.closing.may_be_apart:
             return []  # the shell compares them
         state.take_values(step, state.collecting)
         if step:
             return []
-        others = tuple(each for each in sorted(self._members.of_step(0)) if each != rank)
-        return self._install(state, AnswerSlice(slice_, 0, priority, others))
+        state.priority = priority
+        others = tuple(sorted(self._members.of_step(0) - {rank}))
+        told: list[Any] = [InstallValue(slice_), AnswerSlice(slice_, 0, priority, others)]
+        if self.closing.passes_on and rank != SERVER:
+            told.append(MessageReady(SERVER, Kind.VALUE, 0, priority, slice_, NO_TOKEN))
+        return self._go_on(told)
 
     def _on_slice_taken_over(self, event: SliceTakenOver) -> Sequence[Any]:
         """On a substitute (`core.takeover`). Pushes of the step after it may be here already."""
@@ -341,32 +301,17 @@ class ServerMachine:
         if state.done != NEVER:
             raise RemoteProtocolError(f"slice {slice_} is taken over twice")
         state.done = (step, 0)
-        return self._install(state, AnswerSlice(slice_, step, priority, owed))
-
-    def _install(self, state: SliceState, answer: AnswerSlice) -> Sequence[Any]:
-        if not state.rounds:
-            state.priority = answer.priority
-        followed = self._replies.answer([answer])
-        return [InstallValue(answer.slice), *followed, *self._replies.lanes.depart()]
+        return self._go_on([InstallValue(slice_), AnswerSlice(slice_, step, priority, owed)])
 
     def _on_pull_arrived(self, event: PullArrived) -> Sequence[Any]:
-        rank, slice_, step, priority, _ = event
-        state = self._state(slice_)
-        self._members.check_rank(rank)
-        if not self._closing.may_be_apart:
-            self._replies.pull(event, state)
-            return self._replies.lanes.depart()
-        if step or rank in state.owed or state.done == NEVER:
-            raise RemoteProtocolError(
-                f"{self._peers.name(rank)} pulled slice {slice_} of step {step}; it may ask for the"
-                " values of now (step 0), when it is owed no answer"
-            )
-        followed = self._replies.answer([AnswerSlice(slice_, 0, priority, (rank,))])
-        return [*followed, *self._replies.lanes.depart()]
+        state = self._state(event.slice)
+        self._members.check_rank(event.rank)
+        return self._go_on(self.closing.pull(state, event))
 
     # Frames.
     def _on_frame_sent(self, event: FrameSent) -> Sequence[Any]:
-        return self._replies.lanes.sent(event.peer)
+        followed = self._replies.lanes.sent(event.peer)
+        return [*followed, *self._end()] if event.peer == SERVER else followed
 
     def _on_message_ready(self, event: MessageReady) -> Sequence[Any]:
         self._replies.send(event)

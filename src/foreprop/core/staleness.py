@@ -28,9 +28,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, Self, TypeVar
 
-from foreprop.core.closing import AllMembers, ClosingRule, Handlers, States, first_failure
+from foreprop.core.closing import (
+    AllMembers,
+    ClosingRule,
+    Handlers,
+    States,
+    first_failure,
+    values_of_now,
+)
 from foreprop.core.collect import AnswerSlice, SliceState, UpdateSlice
-from foreprop.core.frames import FailSession, Peers, PushArrived
+from foreprop.core.frames import FailSession, Peers, PullArrived, PushArrived
 from foreprop.core.membership import Members
 from foreprop.core.wire import Flag
 from foreprop.errors import ConfigError, InternalError, RemoteProtocolError
@@ -68,7 +75,7 @@ class BoundedStaleness:
     within one.
     """
 
-    may_be_apart, binds = True, False
+    may_be_apart, binds, passes_on = True, False, False
 
     def __init__(self, states: States, peers: Peers, *, staleness: Staleness) -> None:
         self.handlers: Handlers = {}
@@ -77,6 +84,7 @@ class BoundedStaleness:
         if not self._apart:
             raise InternalError("workers that are never apart have another rule (`AllMembers`)")
         self._states = states
+        self._peers = peers
         self._applied = {slice_: [0] * peers.count for slice_ in states}
         """By slice and rank: the last step that is in the values."""
         self._versions = dict.fromkeys(states, 0)
@@ -112,6 +120,9 @@ class BoundedStaleness:
         return False
 
     # The life of a slice.
+    def pull(self, state: SliceState, event: PullArrived) -> Sequence[Any]:
+        return values_of_now(self._peers, state, event)
+
     def add(self, state: SliceState, push: PushArrived) -> Sequence[Any]:
         rank, slice_, step, priority, flags = push
         self._check(state, push)

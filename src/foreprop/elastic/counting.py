@@ -59,7 +59,7 @@ class Counting:
         self._limit_s = SILENT_SHARE * config.step_timeout_s
         self.members = Members(workers, backups=knobs.backup_workers, started=started)
         replay = _maybe_replay(config, index, workers, own)
-        self.machine: ServerMachine | BuddiedServer = ServerMachine(
+        self.machine: ServerMachine[FirstMembers] | BuddiedServer = ServerMachine(
             slices,
             index=index,
             workers=workers,
@@ -116,7 +116,7 @@ class Counting:
         return self._update(due)
 
     def _answer(self, answer: AnswerSlice) -> None:
-        slice_, step, priority, ranks, flags = answer
+        slice_, step, priority, ranks, flags, _ = answer
         version = self.store.version(slice_)
         if 0 < step < version.step:
             flags |= Flag.LATE

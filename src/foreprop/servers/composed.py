@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from foreprop.config import Config
 from foreprop.core.barrier import StepBarrier
+from foreprop.core.closing import AllMembers
 from foreprop.core.frames import Peers
 from foreprop.core.manifest import Manifest
 from foreprop.core.sendqueue import turns_of
@@ -168,6 +169,7 @@ class _Composition:
         images = self._maybe_images(slices, host.index)
         self._counting = counting = self._maybe_counting(slices, host.index)
         apart = counting or self._maybe_apart(slices, host.index)
+        self._is_plain = apart is None
         self._machine = self._make_machine(slices, host.index) if apart is None else apart.machine
         thread_name = f"foreprop-server{host.index}-send"
         self._executor = Executor(self._machine, host, peers, connections, thread_name)
@@ -194,7 +196,7 @@ class _Composition:
         about_all = (names, self._executor, self._waits, counting, self._recovery)
         self.work = ServerWork(owners_of(self._services()), *about_all)
 
-    def _make_machine(self, slices: Sequence[Slice], index: int) -> ServerMachine:
+    def _make_machine(self, slices: Sequence[Slice], index: int) -> ServerMachine[AllMembers]:
         knobs, peers = self._manifest.knobs, self._manifest.peers()
         return ServerMachine(
             slices,
@@ -206,6 +208,7 @@ class _Composition:
             barrier=self._barrier,
             peers=peers,
             turns=turns_of(knobs.lanes, index, peers.count),
+            closing=AllMembers,
         )
 
     def _services(self) -> Iterator[Service]:
@@ -225,7 +228,7 @@ class _Composition:
         if self._admission is not None:
             yield self._admission
         yield self._rows.service if self._shards else self._rows
-        if isinstance(self._machine, ServerMachine):  # others close slices one by one
+        if self._is_plain:  # others close slices one by one
             needs_norm = manifest.knobs.aggregation.needs_norm
             yield self._norm.service if needs_norm else self._norm
         if not executor.peers.are_nodes:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foreprop.simulate.served import Agreement
 
 
-def counting_machine(agreement: Agreement, index: int) -> ServerMachine:
+def counting_machine(agreement: Agreement, index: int) -> ServerMachine[FirstMembers]:
     """Raises `ConfigError` where a node stands for several, or all workers would be backups."""
     if any(members > 1 for members in agreement.members):
         name = "buddy_steps" if agreement.buddy_steps else "backup_workers"
@@ -51,7 +51,7 @@ class CountedUpdates:
     def do(self, instruction: Any) -> None:
         """A copy of a slice's state takes no time, nor does dropping a push."""
         if isinstance(instruction, AnswerSlice):
-            slice_, step, priority, ranks, flags = instruction
+            slice_, step, priority, ranks, flags, _ = instruction
             if 0 < step < self.done.get(slice_, 0):
                 flags |= Flag.LATE
             for rank in ranks:

@@ -363,7 +363,7 @@ class Server:
         return self._agreement.slices[slice_].elems
 
 
-def _server_machine(agreement: Agreement, index: int) -> ServerMachine | BuddiedServer:
+def _server_machine(agreement: Agreement, index: int) -> ServerMachine[Any] | BuddiedServer:
     if agreement.buddy_steps:
         return buddied.buddied_machine(agreement, index)
     if agreement.backup_workers:
