@@ -1,6 +1,6 @@
 """What a server is made of that counts not always all workers, and how it goes on without some.
 
-It stands in the place of the usual machine, store and numbers (`servers.composed`). A worker whose
+It stands in the place of the usual machine and store (`servers.composed`). A worker whose
 connection ends is dropped, and one that pushes nothing while others wait for it.
 """
 
@@ -33,7 +33,6 @@ from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.elastic.admission import Admission
 from foreprop.elastic.countedfile import CountedFile, read_replay
-from foreprop.elastic.countednumbers import CountedNumbers
 from foreprop.elastic.countedstore import CountedStore
 from foreprop.elastic.departure import Departure
 from foreprop.errors import Failure, ForepropError, StorageError, failure_of
@@ -47,7 +46,7 @@ _TOLD_S = 2.0
 
 
 class Counting:
-    """The machine, store and numbers of one server, and who is dropped. See `servers.composed`."""
+    """The machine and store of one server, and who is dropped. See `servers.composed`."""
 
     def __init__(
         self, manifest: Manifest, slices: Sequence[Slice], index: int, config: Config
@@ -83,16 +82,21 @@ class Counting:
         """All that have ever joined."""
         self.admission = Admission(manifest, index, self) if self._elastic else None
 
-    def numbers(self, executor: Executor) -> CountedNumbers:
-        self._numbers = CountedNumbers(self._manifest, executor, self.newcomers)
-        return self._numbers
-
     def payload_of(self, frame: SendFrame) -> memoryview:
         """Values go with their frame: see `_answer`."""
         return EMPTY
 
-    def begin(self, executor: Executor, connections: Mapping[int, Connection]) -> None:
-        """When `path.slices.Updates` has its part in the executor."""
+    def begin(
+        self,
+        executor: Executor,
+        connections: Mapping[int, Connection],
+        unlike: dict[int, str],
+    ) -> None:
+        """When `path.slices.Updates` has its part in the executor.
+
+        ``unlike``: newcomers whose hyperparameters are not the others', and in what.
+        """
+        self._unlike = unlike
         self._executor = executor
         self._lock: threading.RLock = executor.lock
         self.connections = connections
@@ -200,7 +204,8 @@ class Counting:
             over = [peer for peer, until in self._leaving if now >= until]
             self._leaving = [each for each in self._leaving if each[0] not in over]
             awaited = self.machine.awaited() if self._elastic else set()
-            unlike, self._numbers.unlike = self._numbers.unlike, {}
+            unlike = dict(self._unlike)
+            self._unlike.clear()
         for peer in over:
             peer.stream.close()
         for rank, why in unlike.items():

@@ -22,8 +22,9 @@ from foreprop.errors import Failure, RemoteProtocolError, failure_of
 from foreprop.link.connection import Connection, FailureReports, FrameOwner, Service, owners_of
 from foreprop.link.stream import Stream
 from foreprop.numerics.finite import check_finite
-from foreprop.path.calls import AnnouncedNumbers, Goodbyes, Waits
+from foreprop.path.calls import Goodbyes, Waits
 from foreprop.path.executor import Executor, Host
+from foreprop.path.hyperparameters import AnnouncedNumbers
 from foreprop.path.joining import unknown_optimizer
 from foreprop.path.server import Server
 from foreprop.path.slices import Slices

@@ -23,7 +23,6 @@ from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure
 from foreprop.link.connection import Connection, Later, Service, owners_of
 from foreprop.path.calls import (
-    AnnouncedNumbers,
     Blobs,
     Goodbyes,
     States,
@@ -32,6 +31,7 @@ from foreprop.path.calls import (
     Waits,
 )
 from foreprop.path.executor import Executor, Host
+from foreprop.path.hyperparameters import AnnouncedNumbers
 from foreprop.path.joining import unknown_optimizer
 from foreprop.path.slices import CheckGradient, Slices, Updates
 from foreprop.path.slicestore import SliceStore
@@ -42,12 +42,10 @@ if TYPE_CHECKING:
     from foreprop.compression.images import ImageStore
     from foreprop.compression.replycodecs import ReplyCodecs
     from foreprop.elastic.admission import Admission
-    from foreprop.elastic.countednumbers import CountedNumbers
     from foreprop.elastic.counting import Counting
     from foreprop.numerics.normgate import NormGate
     from foreprop.path.trainable import TrainableNotices
     from foreprop.staleness.apart import Apart
-    from foreprop.staleness.ownnumbers import OwnNumbers
     from foreprop.stragglers.arrivals import ArrivalReports
     from foreprop.tables.service import RowServer
 
@@ -174,12 +172,12 @@ class _Composition:
         thread_name = f"foreprop-server{host.index}-send"
         self._executor = Executor(self._machine, host, peers, connections, thread_name)
         self._store: SliceStore
-        self._settings: AnnouncedNumbers | OwnNumbers | CountedNumbers
         if apart is None:
             self._store = images or store_class(manifest, slices, host.index)
-            self._settings = AnnouncedNumbers(manifest, self._executor)
         else:
-            self._store, self._settings = apart.store, apart.numbers(self._executor)
+            self._store = apart.store
+        newcomers = None if counting is None else counting.newcomers
+        self._settings = AnnouncedNumbers(manifest, self._executor, newcomers=newcomers)
         about = (self._machine, self._executor, self._store)
         self._updates = Updates(*about, self._settings.at, names)
         self._slices = Slices(*about, names, check=self._finite_check())
@@ -192,7 +190,7 @@ class _Composition:
         self._goodbyes = Goodbyes(self._executor)
         self._admission = None if counting is None else counting.admission
         if counting is not None:
-            counting.begin(self._executor, connections)
+            counting.begin(self._executor, connections, self._settings.history.unlike)
         about_all = (names, self._executor, self._waits, counting, self._recovery)
         self.work = ServerWork(owners_of(self._services()), *about_all)
 

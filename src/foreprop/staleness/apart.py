@@ -12,13 +12,11 @@ from foreprop.core.slicing import Slice
 from foreprop.core.staleness import rule_of
 from foreprop.core.wire import Flag, Kind
 from foreprop.link.connection import EMPTY
-from foreprop.path.executor import Executor
-from foreprop.staleness.ownnumbers import OwnNumbers
 from foreprop.staleness.stalestore import StaleStore
 
 
 class Apart:
-    """The machine, store and numbers of one server."""
+    """The machine and store of one server."""
 
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
         knobs, workers = manifest.knobs, manifest.world_size
@@ -32,10 +30,6 @@ class Apart:
             closing=rule_of(knobs.staleness),
         )
         self.store = StaleStore(manifest, slices, index)
-        self._manifest = manifest
-
-    def numbers(self, executor: Executor) -> OwnNumbers:
-        return OwnNumbers(self._manifest, executor)
 
     def payload_of(self, frame: SendFrame) -> memoryview:
         """Of a frame to a worker, which is about to be sent."""
