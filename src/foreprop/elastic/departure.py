@@ -191,7 +191,7 @@ class LatePushes:
     """Owns the answers to slices, on a worker that may be a backup: finds those that are newer.
 
     Then it holds parameters of two steps, and its next gradients must not count
-    (`core.counting_server`).
+    (`core.firstmembers`).
     """
 
     kinds = frozenset({Kind.REPLY})

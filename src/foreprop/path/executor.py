@@ -134,7 +134,7 @@ class Host(Protocol):
 
 
 class Machine(Protocol):
-    """`WorkerMachine`, `ServerMachine` or `RelayMachine`."""
+    """`WorkerMachine` or `ServerMachine`."""
 
     def handle(self, event: Any) -> Sequence[object]: ...
 

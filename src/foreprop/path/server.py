@@ -347,7 +347,7 @@ class Server:
 
     def on_refused(self, peer: Connection, error: RemoteProtocolError) -> None:
         """A peer that breaks the rules loses its connection; a stranger costs nobody anything."""
-        from foreprop.core.collect import RanksApart  # which only servers need
+        from foreprop.core.closing import RanksApart  # which only servers need
 
         if isinstance(error, RanksApart):
             self._lose(peer, "TrainingLoopError", str(error))

@@ -25,7 +25,8 @@ from foreprop.core.frames import (
     Stage,
 )
 from foreprop.core.manifest import Manifest
-from foreprop.core.relay_machine import RelayMachine
+from foreprop.core.relay_machine import PassedUpwards
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError, TransportError
@@ -45,7 +46,7 @@ class Sums:
 
     def __init__(
         self,
-        machine: RelayMachine,
+        machine: ServerMachine[PassedUpwards],
         executor: Executor,
         store: RelayStore,
         settings_at: SettingsAt,
@@ -69,7 +70,7 @@ class Sums:
     def room(self, peer: Connection, header: Header) -> memoryview:
         if header.kind != Kind.REPLY:
             return bounded(header, 0)
-        if not self._machine.awaits(header.slice, header.step):
+        if not self._machine.closing.awaits(header.slice, header.step):
             raise RemoteProtocolError(
                 f"server {peer.rank} sent a reply for slice {header.slice}, step"
                 f" {header.step}, which is not awaited"

@@ -15,15 +15,16 @@ import torch
 from foreprop.config import Config
 from foreprop.core.frames import CONTROL_PRIORITY, SERVER, Peers, Stage
 from foreprop.core.manifest import Manifest
-from foreprop.core.relay_machine import RelayMachine, workers_of_node
+from foreprop.core.relay_machine import relay_machine, workers_of_node
 from foreprop.core.shards import slice_names
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure, RemoteProtocolError, failure_of
 from foreprop.link.connection import Connection, FailureReports, FrameOwner, Service
 from foreprop.link.stream import Stream
 from foreprop.numerics.finite import check_finite
-from foreprop.path.calls import AnnouncedNumbers, Goodbyes, Waits
+from foreprop.path.calls import Goodbyes, Waits
 from foreprop.path.executor import Executor, Host
+from foreprop.path.hyperparameters import AnnouncedNumbers
 from foreprop.path.joining import unknown_optimizer
 from foreprop.path.pipeline import Encode, Receivers
 from foreprop.path.server import Server
@@ -72,7 +73,7 @@ class RelayWork:
         self._connections = connections
         self._words = [info.name for info in manifest.parameters]
         slices = manifest.slices()
-        self._machine = RelayMachine(
+        self._machine = relay_machine(
             slices,
             server=host.index,
             peers=peers,
@@ -118,7 +119,7 @@ class RelayWork:
         yield TrainableNotices(*about, pass_on=upward.pass_on)
         yield PassedStates(manifest, upward, self._rows)
         yield PassedBlobs(manifest, upward)
-        yield PassedNorms(self._machine, upward, parts=len(self.names))
+        yield PassedNorms(self._machine.closing, upward, parts=len(self.names))
         needs_norm = manifest.knobs.aggregation.needs_norm
         asked = (self._waits, self._link, self._has_pushed)
         yield PassedStatuses(upward, *asked, needs_norm=needs_norm)
@@ -136,7 +137,7 @@ class RelayWork:
         return codecs.encode
 
     def _has_pushed(self, number: int, step: int) -> bool:
-        return self._machine.has_pushed(number, step) or self._rows.has_pushed(number, step)
+        return self._machine.closing.has_pushed(number, step) or self._rows.has_pushed(number, step)
 
     def start(self) -> None:
         """Ask the server; when it welcomes all relays, this one welcomes its workers."""
@@ -164,7 +165,7 @@ class RelayWork:
     def describe_awaited(self) -> str:
         """What has been passed on and not answered, or else what the workers have not pushed."""
         with self._executor.lock:
-            for slice_, step in self._machine.awaited():
+            for slice_, step in self._machine.closing.awaited():
                 return f"stage {Stage.REPLY_RECEIVED.value}, step {step}: {self.names[slice_]}"
             for _, step, text in self.incomplete():
                 return f"stage {Stage.PUSH_RECEIVED.value}, step {step}: {text}"
