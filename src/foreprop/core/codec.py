@@ -43,6 +43,11 @@ def takes(name: str, shape: Sequence[int]) -> bool:
     return kind_of(name) != "dgc" or len(shape) > 1
 
 
+def loses_bits(name: str, shape: Sequence[int]) -> bool:
+    """Whether the codec changes what is sent of a parameter of this shape."""
+    return name not in EXACT and takes(name, shape)
+
+
 def is_automatic(setting: object) -> bool:
     """``auto``, or ``auto:int8``: codecs are chosen when some steps have been measured."""
     return isinstance(setting, str) and kind_of(setting) == AUTO

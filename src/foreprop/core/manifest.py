@@ -228,8 +228,16 @@ class AnyManifest(
         return nodes(self.world_size, self.workers_per_push)
 
     def wire_dtypes(self) -> list[str]:
-        """By parameter, what its gradients and new values travel in."""
-        return [wire_dtype_of(info.dtype, self.knobs.wire_dtype) for info in self.parameters]
+        """By parameter, what its gradients and new values travel in, or are encoded from."""
+        on_wire, choices = self.knobs.wire_dtype, self.knobs.compression
+        cast = [wire_dtype_of(info.dtype, on_wire) for info in self.parameters]
+        if on_wire is None or not choices:
+            return cast
+        from foreprop.core.codec import codec_of, loses_bits
+
+        lossy = [loses_bits(codec_of(info.name, choices), info.shape) for info in self.parameters]
+        about = zip(self.parameters, cast, lossy, strict=True)
+        return [info.dtype if loses else dtype for info, dtype, loses in about]
 
     def reductions(self) -> list[Reduction]:
         """By parameter, what is made of the ranks' gradients."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,10 +111,15 @@ class Training:
         self.life.add_undo(self.user.restore)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.has_scaler = scaler is not None
+        found = dict(self._features(optimizer))
+        if found:
+            from foreprop.config.combinations import check_combinations
+
+            check_combinations(config, found)
         place = place_updates(
             config,
             optimizer,
-            scaler=scaler is not None,
+            found,
             dense=self.user.has_dense,
             rows=bool(self.user.row_wise or self.user.candidates),
             collectives=self.has_collectives,
@@ -142,6 +147,19 @@ class Training:
         self.begin_planning()
         if config.log_steps is not None or config.watch is not None:
             self.followed()
+
+    def _features(self, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, str]]:
+        """What does not go together with some settings, and no setting says."""
+        if optimizer is None:
+            yield "no optimizer", "parallelize() was given no optimizer"
+        if self.has_scaler:
+            yield "scaler", "a scaler was given"
+        if self.user.row_wise:
+            names = ", ".join(sorted(self.user.row_wise))
+            yield "tables", f"tables are held row by row ({names})"
+        workers = min(self.config.workers_per_node or self.world.local_size, self.world.size)
+        if self.config.state_kept_every is not None and workers > 1:
+            yield "elastic node's workers", f"there are {workers} workers on a node"
 
     def followed(self) -> Follower:
         """Who tells about steps; from the first call on."""
