@@ -7,39 +7,22 @@ the bits that are worked out by hand.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from foreprop.config import Config
-from foreprop.errors import ConfigError
 from tests.conformance.parity import check_same_bits, servers_only
-from tests.matrix import MATRIX, by_hand, train
+from tests.matrix import MATRIX, by_hand, check_trained, together, train
 from tests.tiers import long_cases
 
 pytestmark = servers_only  # each pair names its architecture
 
-LOSSY = {"int8", "dgc", "codecs auto", "clip norm"}
-"""What is rounded. The bits of ``clip norm`` are those of one order of its sum."""
 MEASURED = {"architecture auto", "slices auto", "codecs auto"}
 """They measure links, which takes a second."""
 BESIDE_MEASURED = {"workers", "clip norm", "wire", "lossless", "rows"}
 """What `make test` has them with."""
-MOST_OFF = 0.02
-_TABLE = "table.weight"
-_BY_PATTERNS = {
-    frozenset({"hybrid", "lossless"}): {
-        "compression": f"{_TABLE}=lossless",
-        "sparse_parameters": _TABLE,
-    },
-    frozenset({"int8", "rows"}): {"compression": f"{_TABLE}=none,*=int8"},
-    frozenset({"dgc", "rows"}): {"compression": f"{_TABLE}=none,*=dgc:0.5"},
-}
-"""Codecs that are not for every parameter of the model."""
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +33,6 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def together(*names: str) -> dict[str, Any] | None:
-    """None if the names are values of one setting, or the table refuses them."""
-    settings: dict[str, Any] = {}
-    for name in names:
-        if settings.keys() & MATRIX[name].keys():
-            return None
-        settings.update(MATRIX[name])
-    settings.update(_BY_PATTERNS.get(frozenset(names), {}))
-    known = {"secret_file": "."} if "encryption" in settings else {}
-    try:
-        Config.resolve(**settings, **known)
-    except ConfigError:
-        return None
-    return settings
-
-
 def allowed() -> Iterator[Any]:
     for pair in itertools.combinations(MATRIX, 2):
         if together(*pair) is not None:
@@ -74,28 +41,34 @@ def allowed() -> Iterator[Any]:
             yield from long_cases(pair) if is_long else [pair]
 
 
-def check(settings: Mapping[str, Any], secret: Path, *, rounded: bool) -> None:
-    found, wanted = train(settings, secret), _by_hand(**settings)
-    for values in found[1:]:
-        check_same_bits(values, found[0])
-    if not rounded:
-        check_same_bits(found[0], wanted)
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[0][name], value, rtol=0, atol=MOST_OFF)
+def with_elastic() -> Iterator[Any]:
+    """Servers beside the workers, and dedicated ones."""
+    for name in MATRIX:
+        for servers in ([], ["dedicated"]):
+            names = ["elastic", *servers, name]
+            if len(set(names)) == len(names) and together(*names) is not None:
+                yield from long_cases(names) if name in MEASURED else [names]
 
 
-@cache
-def _by_hand(**settings: Any) -> Mapping[str, torch.Tensor]:
-    return by_hand(settings)
+def check(names: Sequence[str], secret: Path, *, killed: bool = False) -> None:
+    settings = together(*names)
+    assert settings is not None
+    first, *others = train(settings, secret, killed=killed)
+    for values in others:
+        check_same_bits(values, first)
+    check_trained(names, first, by_hand(settings))
 
 
 @pytest.mark.parametrize("name", MATRIX)
 def test_alone(name: str, secret: Path) -> None:
-    check(MATRIX[name], secret, rounded=name in LOSSY)
+    check([name], secret)
 
 
 @pytest.mark.parametrize("pair", list(allowed()), ids="-".join)
 def test_each_allowed_pair(pair: tuple[str, str], secret: Path) -> None:
-    settings = together(*pair)
-    assert settings is not None
-    check(settings, secret, rounded=bool(LOSSY & set(pair)))
+    check(pair, secret)
+
+
+@pytest.mark.parametrize("names", list(with_elastic()), ids="-".join)
+def test_each_allowed_pair_when_a_node_dies(names: Sequence[str], secret: Path) -> None:
+    check(names, secret, killed=True)
