@@ -241,6 +241,9 @@ class Config:
         "a codec (lossless, exact; int8, topk:0.01), codecs by patterns of names, the first match"
         " counts ({'*.weight': 'lossless'}, *.weight=lossless,*=none), or auto: just enough",
     )
+    plugins: str | None = _setting(
+        None, "modules, with commas, that register codecs and optimizers of your own everywhere"
+    )
     wait: Wait = _setting(
         "use",
         "where a pending parameter is waited for: at its first use; or, for layers in C++ that read"

@@ -43,9 +43,12 @@ def takes(name: str, shape: Sequence[int]) -> bool:
     return kind_of(name) != "dgc" or len(shape) > 1
 
 
-def loses_bits(name: str, shape: Sequence[int]) -> bool:
-    """Whether the codec changes what is sent of a parameter of this shape."""
-    return name not in EXACT and takes(name, shape)
+def lossy_names(shapes: Mapping[str, Sequence[int]], choices: Sequence[Choice]) -> set[str]:
+    """Of parameters' names those with a codec that changes what is sent; ``shapes``: by name."""
+    codecs = {name: codec_of(name, choices) for name in shapes}
+    return {
+        name for name in shapes if codecs[name] not in EXACT and takes(codecs[name], shapes[name])
+    }
 
 
 def is_automatic(setting: object) -> bool:

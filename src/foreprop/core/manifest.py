@@ -230,14 +230,15 @@ class AnyManifest(
     def wire_dtypes(self) -> list[str]:
         """By parameter, what its gradients and new values travel in, or are encoded from."""
         on_wire, choices = self.knobs.wire_dtype, self.knobs.compression
-        cast = [wire_dtype_of(info.dtype, on_wire) for info in self.parameters]
-        if on_wire is None or not choices:
-            return cast
-        from foreprop.core.codec import codec_of, loses_bits
+        lossy: set[str] = set()
+        if on_wire is not None and choices:
+            from foreprop.core.codec import lossy_names
 
-        lossy = [loses_bits(codec_of(info.name, choices), info.shape) for info in self.parameters]
-        about = zip(self.parameters, cast, lossy, strict=True)
-        return [info.dtype if loses else dtype for info, dtype, loses in about]
+            lossy = lossy_names({info.name: info.shape for info in self.parameters}, choices)
+        return [
+            wire_dtype_of(info.dtype, None if info.name in lossy else on_wire)
+            for info in self.parameters
+        ]
 
     def reductions(self) -> list[Reduction]:
         """By parameter, what is made of the ranks' gradients."""

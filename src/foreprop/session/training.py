@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,11 +111,11 @@ class Training:
         self.life.add_undo(self.user.restore)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.has_scaler = scaler is not None
-        found = dict(self._features(optimizer))
-        if found:
-            from foreprop.config.combinations import check_combinations
+        found: Mapping[str, str] = {}
+        if not config.is_usual or optimizer is None or self.has_scaler or self.user.row_wise:
+            from foreprop.session.features import checked_features
 
-            check_combinations(config, found)
+            found = checked_features(self, optimizer)
         place = place_updates(
             config,
             optimizer,
@@ -147,19 +147,6 @@ class Training:
         self.begin_planning()
         if config.log_steps is not None or config.watch is not None:
             self.followed()
-
-    def _features(self, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, str]]:
-        """What does not go together with some settings, and no setting says."""
-        if optimizer is None:
-            yield "no optimizer", "parallelize() was given no optimizer"
-        if self.has_scaler:
-            yield "scaler", "a scaler was given"
-        if self.user.row_wise:
-            names = ", ".join(sorted(self.user.row_wise))
-            yield "tables", f"tables are held row by row ({names})"
-        workers = min(self.config.workers_per_node or self.world.local_size, self.world.size)
-        if self.config.state_kept_every is not None and workers > 1:
-            yield "elastic node's workers", f"there are {workers} workers on a node"
 
     def followed(self) -> Follower:
         """Who tells about steps; from the first call on."""

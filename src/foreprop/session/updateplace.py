@@ -16,9 +16,6 @@ import torch
 from foreprop.config import Config
 from foreprop.path.optimizer import check_groups, hyperparameters, why_not_elementwise
 
-_IN_STEPS = {"clip norm", "clip value", "scaler"}
-"""What only servers apply to tables held row by row, whose gradients no worker sees."""
-
 
 class UpdatePlace(NamedTuple):
     """Where updates are made, and why, for the line that is printed."""
@@ -43,15 +40,15 @@ def place_updates(
     updates where servers would, but parameter by parameter. Raises `ConfigError` for what cannot be
     done where the updates are to be made.
     """
-    because = _asked_of_servers(config, found, rows=rows)
+    because: str | None = None
+    if found or not config.is_usual:
+        from foreprop.session.features import asked_of_servers, check_by_workers
+
+        because = asked_of_servers(config, found, rows=rows)
 
     def by_workers(why: str) -> UpdatePlace:
         if because is not None:
-            here = f"the workers update ({why})"
-            tables = {"tables beside workers": f"{here}, but not tables"} if rows else {}
-            from foreprop.config.combinations import check_combinations
-
-            check_combinations(config, {**found, "workers": here, **tables})
+            check_by_workers(config, found, why, rows=rows)
         return UpdatePlace(True, f"update=workers: {why}")
 
     if optimizer is None:
@@ -70,17 +67,6 @@ def place_updates(
     if why_not is not None:
         return by_workers(why_not)
     return UpdatePlace(False, f"update=servers: {because or f'as {published} was published'}")
-
-
-def _asked_of_servers(config: Config, found: Mapping[str, str], *, rows: bool) -> str | None:
-    """What only servers do, and first asks for them."""
-    if config.is_usual and not found:
-        return None
-    from foreprop.config.combinations import FEATURES, asked_for, refused_with
-
-    asked = {name: FEATURES[name].text(config) for name in asked_for(config)} | dict(found)
-    only_servers = refused_with("workers") | (_IN_STEPS if rows else set())
-    return next((text for name, text in asked.items() if name in only_servers), None)
 
 
 def _why_not_served(optimizer: torch.optim.Optimizer) -> str | None:
