@@ -8,6 +8,7 @@ the parameter's memory, the *image*: bits by exclusive or, or numbers by a sum.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,7 @@ from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError, TrainingLoopError
 from foreprop.link.connection import Connection
 from foreprop.observe.trace import CodecStage
+from foreprop.path.tensors import DTYPES
 from foreprop.path.worker import WorkerEngine
 
 if TYPE_CHECKING:
@@ -42,7 +44,12 @@ class PushCodecs:
         """By slice, whether the workers update: then answers are averages."""
         self._images: dict[int, torch.Tensor] = {}
         """Of slices that are cast: the last values as they came."""
-        self._is_cast = engine.manifest.knobs.wire_dtype is not None
+        parameters = engine.manifest.parameters
+        self._cast = {
+            number
+            for number, coded in self._slices.items()
+            if coded.dtype != DTYPES[parameters[coded.piece.parameter].dtype]
+        }
         self._sums: dict[int, int] = {}
         """Of the others: what the parameter's own memory added up to when it was written."""
         self._scratch: dict[int, memoryview] = {}  # by server, for what arrives
@@ -114,9 +121,9 @@ class PushCodecs:
             self._keep_image(header, payload)
         with self._engine.lock:
             self.raw_reply_bytes += raw_bytes
-            if self._is_cast:  # whose memory goes by lengths
+            if header.slice in self._cast:  # whose memory goes by lengths
                 self._engine.counters.reply_bytes -= raw_bytes - header.payload_bytes
-        seen = header._replace(payload_bytes=raw_bytes) if self._is_cast else header
+        seen = header._replace(payload_bytes=raw_bytes) if header.slice in self._cast else header
         self._engine.on_frame(peer, seen, payload if target is None else target)
 
     def _decode(
@@ -142,12 +149,13 @@ class PushCodecs:
     def _image_of(self, coded: SliceCodec, out: torch.Tensor, header: Header) -> torch.Tensor:
         """The values before this answer. Raises `TrainingLoopError` if they are not what came."""
         number = header.slice
-        known = self._images if self._is_cast else self._sums
+        is_cast = number in self._cast
+        known: Container[int] = self._images if is_cast else self._sums
         if number not in known:
             raise RemoteProtocolError(
                 f"REPLY of slice {number} is a difference; its values have not come yet"
             )
-        if self._is_cast:
+        if is_cast:
             return self._images[number]
         if word_sum(out) != self._sums[number]:
             name = self._engine.parameters[coded.piece.parameter].name
@@ -166,7 +174,9 @@ class PushCodecs:
             return
         if len(payload) == coded.raw_bytes:
             values = coded.tensor_of(payload)
-            if self._is_cast:  # then they are not to be had from the parameter's memory
+            if (
+                header.slice in self._cast
+            ):  # then they are not to be had from the parameter's memory
                 self._images[header.slice] = values.clone()
             else:
                 self._sums[header.slice] = word_sum(values)

@@ -207,6 +207,7 @@ class Relay:
         )
         self._server_name = server_name
         self._name = f"the relay of node {node}"
+        self._plugins = config.plugins
         self._work: RelayWork | None = None
         self._silent = ""
         self._node = node
@@ -235,6 +236,11 @@ class Relay:
         return workers_of_node(self._node, manifest.world_size, manifest.workers_per_push)
 
     def why_not(self, manifest: Manifest) -> str | None:
+        if self._plugins is not None:
+            from foreprop.config.plugins import maybe_missing
+
+            if (missing := maybe_missing(self._plugins)) is not None:
+                return missing
         if manifest.knobs.compression:
             from foreprop.compression.choosing import why_not
 

@@ -117,6 +117,11 @@ class ServerComposer:
         return peers if stands_in is None else stands_in.survivors(peers)
 
     def why_not(self, manifest: Manifest) -> str | None:
+        if self._config.plugins is not None:
+            from foreprop.config.plugins import maybe_missing
+
+            if (missing := maybe_missing(self._config.plugins)) is not None:
+                return missing
         if manifest.knobs.compression:
             from foreprop.compression.choosing import why_not
 

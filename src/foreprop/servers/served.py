@@ -59,14 +59,14 @@ class ServedBackend:
             from foreprop.compression.choosing import check_setting
 
             check_setting(setup.config, manifest)
-        if setup.config.staleness:
-            from foreprop.staleness.fitting import fit
+        if setup.config.staleness == "late":
+            from foreprop.staleness.lateparameter import memory_beside
 
-            self.memory_of = fit(setup.config, manifest, self.memory_of)
+            self.memory_of = memory_beside
         if setup.config.counts_some:
             from foreprop.elastic.fitness import check_fitness
 
-            check_fitness(setup.config, manifest, self.connections.workers_per_node)
+            check_fitness(setup.config, manifest.world_size)
         self.connections.open()
         self.session_id = self.connections.session_id
         streams: list[Stream] = self.connections.streams
