@@ -210,7 +210,7 @@ class _Composition:
             payload={Kind.REPLY: replies}
             | ({} if snapshots is None else {Kind.SNAPSHOT: snapshots.payload_of}),
             encode={} if self._codecs is None else {Kind.REPLY: self._codecs.encode},
-            sent={Kind.REPLY: self._updates.reply_sent},
+            sent=self._updates.told_for_the_trace(),
         )
 
     def _make_machine(self, slices: Sequence[Slice], index: int) -> ServerMachine[AllMembers]:
