@@ -58,7 +58,7 @@ def check(world: MembersWorld) -> bool:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mishap", MISHAPS)
-@pytest.mark.parametrize("seeds", [12, *long_cases(600)])
+@pytest.mark.parametrize("seeds", [12, *long_cases(300)])
 def test_seeded_mishaps(mishap: str, seeds: int) -> None:
     found: Counter[str] = Counter()
     for seed in range(seeds):
