@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.conformance.averaging_by_hand import Average, check_contract
 from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
@@ -82,3 +85,48 @@ def test_a_layer_that_the_next_step_does_not_use(architecture: str) -> None:
     settings = {"update": "workers", "architecture": architecture}
     check_world_of_one(with_sgd(_Skipping), loop, make_batches(5), **settings)
     check_world_of_two(with_sgd(_Skipping), loop, batches_of(2, count=5), **settings)
+
+
+class _LeavingOut(_Skipping):
+    """Does not use its second layer in the pass ``without``, counted from 0."""
+
+    without = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number, self.passes = self.passes, self.passes + 1
+        hidden = self.first(x)
+        return self.last(hidden if number == self.without else self.second(hidden))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize(("way", "at"), [("optimizer", 2), ("by hand", 2), ("by hand", 0)])
+def test_a_discarded_gradient_that_one_rank_still_holds(
+    way: str, at: int, skips: bool, architecture: str
+) -> None:
+    """As the thread does that sends it: whether it is still there decides nothing."""
+    held: list[torch.Tensor | None] = []
+
+    def loop(model: Any, optimizer: Any, batches: Sequence[Batch], average: Average) -> None:
+        model.without = at + 1
+        for number, (x, y) in enumerate(batches):
+            F.cross_entropy(model(x), y).backward()
+            if number == at:
+                if threading.current_thread().name == "rank-0":
+                    held.extend(p.grad for p in model.second.parameters())
+                if way == "by hand":
+                    for parameter in model.second.parameters():
+                        parameter.grad = None
+            average(model)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+            if not (skips and number == at):
+                optimizer.step()
+            optimizer.zero_grad()
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = _LeavingOut()
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    check_contract(build, loop, steps=5, architecture=architecture)

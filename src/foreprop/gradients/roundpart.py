@@ -43,7 +43,7 @@ class RoundPart:
         self.under_way = False
         """Its average has not been shown yet."""
         self.gave = False
-        """This rank had a gradient in it."""
+        """This rank had a gradient in it, or has dropped it since: no other's is to be used."""
         self.kept = False
         """Or it kept an earlier average, as all ranks must."""
         self._answered = False  # something has landed: a rank had a gradient
@@ -94,11 +94,11 @@ class RoundPart:
             or owner.index in self._session.just_frozen
         )
 
-    def begin(self, gradient: torch.Tensor | None) -> None:
+    def begin(self, gradient: torch.Tensor | None, *, dropped: bool) -> None:
         """Have the gradient averaged; None: this rank has none. The last round must be over."""
         self.serial = self._rounds.serial
         self.under_way, self._answered = True, False
-        self.gave, self.kept = gradient is not None, False
+        self.gave, self.kept = gradient is not None or dropped, False
         self.scalings.clear()
         if gradient is None:
             self._owner.memory.pass_by(self._pushing(Flag.GRADIENT | Flag.NO_GRADIENT))

@@ -121,7 +121,7 @@ class WorkerNorm:
         self._combiner = NormCombiner(self._owners)
         self._squares = MeasuredGradients(engine.slices, parameters=len(engine.parameters))
         self._use_outside: Callable[[int, float], None] | None = None
-        engine.norm_of = self._norms.of
+        self.of = self._norms.of
 
     def room(self, peer: Connection, header: Header) -> memoryview:
         parts_bytes = max(1, len(self._engine.slices)) * ENCODED_BYTES

@@ -19,13 +19,14 @@ from foreprop.core.relay_machine import relay_machine, workers_of_node
 from foreprop.core.shards import slice_names
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure, RemoteProtocolError, failure_of
-from foreprop.link.connection import Connection, FailureReports, FrameOwner, Service, owners_of
+from foreprop.link.connection import Connection, FailureReports, FrameOwner, Service
 from foreprop.link.stream import Stream
 from foreprop.numerics.finite import check_finite
 from foreprop.path.calls import Goodbyes, Waits
 from foreprop.path.executor import Executor, Host
 from foreprop.path.hyperparameters import AnnouncedNumbers
 from foreprop.path.joining import unknown_optimizer
+from foreprop.path.pipeline import Encode, Receivers
 from foreprop.path.server import Server
 from foreprop.path.slices import Slices
 from foreprop.path.trainable import TrainableNotices
@@ -95,12 +96,14 @@ class RelayWork:
         store = RelayStore(manifest, slices, host.index)
         check = check_finite if manifest.knobs.aggregation.reports_nonfinite else None
         self._slices = Slices(self._machine, self._executor, store, self.names, check=check)
-        about = (self._settings.at, self._slices, self.names, link)
+        about = (self._settings.at, self.names, link)
         self._sums = Sums(self._machine, self._executor, store, *about)
         self._waits = Waits([self._rows, self._slices])
-        owners: dict[int, FrameOwner] = dict(owners_of(self._services()))
+        owners, encode = Receivers(), None
+        owners.add(*self._services())
         if manifest.knobs.compression:
-            self._use_codecs(owners)
+            encode = self._use_codecs(owners)
+        self._executor.use(self._sums.pipeline(self._slices, encode))
         self.owners: dict[int, FrameOwner] = {
             kind: owners[kind] for kind in _FROM_WORKERS & owners.keys()
         }
@@ -124,13 +127,14 @@ class RelayWork:
         goodbyes.others.append(self._rows.rank_left)
         yield goodbyes
 
-    def _use_codecs(self, owners: dict[int, FrameOwner]) -> None:
+    def _use_codecs(self, owners: Receivers) -> Encode:
         from foreprop.relays.sumcodecs import KeptResiduals, SumCodecs
 
         codecs = SumCodecs(self._manifest, self._executor, owners[Kind.REPLY], self._settings.at)
         kept = KeptResiduals(codecs.residuals, self._executor, owners[Kind.STATE])
-        for service in (codecs, kept):
-            owners.update(dict.fromkeys(service.kinds, service))
+        owners.put_before(codecs)
+        owners.put_before(kept)
+        return codecs.encode
 
     def _has_pushed(self, number: int, step: int) -> bool:
         return self._machine.closing.has_pushed(number, step) or self._rows.has_pushed(number, step)
@@ -203,6 +207,7 @@ class Relay:
         )
         self._server_name = server_name
         self._name = f"the relay of node {node}"
+        self._plugins = config.plugins
         self._work: RelayWork | None = None
         self._silent = ""
         self._node = node
@@ -220,23 +225,22 @@ class Relay:
     def watch(self, pulse: socket.socket) -> None:
         """The server is to hear that this relay is there, and the other way round."""
         name = f"{self._server_name} at {pulse.getpeername()[0]}"
-        self._host.pulses.add(SERVER, pulse, name)
+        self._host.pulses.add(SERVER, pulse, name, self._lose_silent)
 
-        def lose(number: int, why: str) -> None:
-            if number != SERVER:
-                lose_rank(number, why)
-                return
-            self._silent = why
-            self.link.stream.close()
-
-        lose_rank = self._host.pulses.lost
-        self._host.pulses.lost = lose
+    def _lose_silent(self, _: int, why: str) -> None:
+        self._silent = why
+        self.link.stream.close()
 
     # What it is to its `Server`.
     def peers(self, manifest: Manifest) -> Peers:
         return workers_of_node(self._node, manifest.world_size, manifest.workers_per_push)
 
     def why_not(self, manifest: Manifest) -> str | None:
+        if self._plugins is not None:
+            from foreprop.config.plugins import maybe_missing
+
+            if (missing := maybe_missing(self._plugins)) is not None:
+                return missing
         if manifest.knobs.compression:
             from foreprop.compression.choosing import why_not
 

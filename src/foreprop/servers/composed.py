@@ -21,7 +21,7 @@ from foreprop.core.shards import slice_names
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure
-from foreprop.link.connection import Connection, Later, Service, owners_of
+from foreprop.link.connection import Connection, FrameOwner, Later, Service
 from foreprop.path.calls import (
     Blobs,
     Goodbyes,
@@ -33,6 +33,7 @@ from foreprop.path.calls import (
 from foreprop.path.executor import Executor, Host
 from foreprop.path.hyperparameters import AnnouncedNumbers
 from foreprop.path.joining import unknown_optimizer
+from foreprop.path.pipeline import Payload, Pipeline, Receivers
 from foreprop.path.slices import CheckGradient, Slices, Updates
 from foreprop.path.slicestore import SliceStore
 
@@ -58,7 +59,7 @@ _ROW_FRAMES = frozenset(
 class ServerWork:
     """A server's part in a session, as `path.joining` starts and ends it."""
 
-    owners: Mapping[int, Service]
+    owners: Mapping[int, FrameOwner]
     names: list[str]
     executor: Executor
     waits: Waits
@@ -116,6 +117,11 @@ class ServerComposer:
         return peers if stands_in is None else stands_in.survivors(peers)
 
     def why_not(self, manifest: Manifest) -> str | None:
+        if self._config.plugins is not None:
+            from foreprop.config.plugins import maybe_missing
+
+            if (missing := maybe_missing(self._config.plugins)) is not None:
+                return missing
         if manifest.knobs.compression:
             from foreprop.compression.choosing import why_not
 
@@ -182,17 +188,30 @@ class _Composition:
         self._updates = Updates(*about, self._settings.at, names)
         self._slices = Slices(*about, names, check=self._finite_check())
         self._frames: Service = self._slices
+        self._codecs: ReplyCodecs | None = None
         if codes is not None:
-            self._frames = self._make_codecs()
-        if apart is not None:
-            self._executor.payload_of = apart.payload_of
+            self._frames = self._codecs = self._make_codecs()
         self._waits = Waits([self._slices], self._barrier)
         self._goodbyes = Goodbyes(self._executor)
         self._admission = None if counting is None else counting.admission
         if counting is not None:
             counting.begin(self._executor, connections, self._settings.history.unlike)
         about_all = (names, self._executor, self._waits, counting, self._recovery)
-        self.work = ServerWork(owners_of(self._services()), *about_all)
+        receivers = Receivers()
+        receivers.add(*self._services())
+        self.work = ServerWork(receivers, *about_all)
+        replies = self._slices.payload_of if apart is None else apart.payload_of
+        self._executor.use(self._pipeline(replies))
+
+    def _pipeline(self, replies: Payload) -> Pipeline:
+        """``replies``: what has their values."""
+        snapshots = None if self._recovery is None else self._recovery.snapshots
+        return Pipeline(
+            payload={Kind.REPLY: replies}
+            | ({} if snapshots is None else {Kind.SNAPSHOT: snapshots.payload_of}),
+            encode={} if self._codecs is None else {Kind.REPLY: self._codecs.encode},
+            sent={Kind.REPLY: self._updates.reply_sent},
+        )
 
     def _make_machine(self, slices: Sequence[Slice], index: int) -> ServerMachine[AllMembers]:
         knobs, peers = self._manifest.knobs, self._manifest.peers()
