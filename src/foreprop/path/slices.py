@@ -217,13 +217,15 @@ class Updates:
         started_ns = self._trace.now_ns() if self._trace is not None else 0
         finished = _SLICE_UPDATED
         if update.gradient:
-            about = (update.slice, update.ranks)
-            squares = self._store.aggregate_only(*about, measure=update.measure)
+            measure = update.measure
+            squares = self._store.aggregate_only(update.slice, update.ranks, measure=measure)
             finished = SliceUpdated(squares)
         else:
             with self._lock:
                 groups = self._settings_at(update.step, update.ranks) if update.ranks else ()
-            self._store.update(update.slice, update.ranks, groups, self._coefficient)
+            slice_, step, ranks = update[:3]
+            about = (slice_, ranks, groups, self._coefficient)
+            self._store.update(*about, step=step, counted=update.counted)
         if self._trace is not None:
             self._note_updated(self._trace, update, started_ns)
         with self._lock:
