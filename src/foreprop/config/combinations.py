@@ -252,12 +252,7 @@ REFUSED: tuple[Refused, ...] = (
         "these have servers beside the workers own what suits their nodes",
         "leave out one of them (placement: use 'round_robin')",
     ),
-    _not_yet(
-        "rebalance",
-        "aggregation, link rate, lossy codecs",
-        "slices cannot move with it",
-        _LEAVE_OUT,
-    ),
+    _not_yet("rebalance", "aggregation, link rate", "slices cannot move with it", _LEAVE_OUT),
     # Who updates.
     _refused(
         "workers",
