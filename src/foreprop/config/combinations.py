@@ -190,8 +190,8 @@ _DEDICATED = "use dedicated_servers"
 REFUSED: tuple[Refused, ...] = (
     _not_yet(
         "wire",
-        "codecs auto, lossy sums",
-        "the codes that are chosen or added up are of float32",
+        "lossy sums",
+        "the codes that are added up are of float32",
         "leave one of them out",
     ),
     # Collectives: what only servers can do.
