@@ -398,7 +398,7 @@ REFUSED: tuple[Refused, ...] = (
         "name them in dense_parameters, or leave staleness out",
     ),
     _not_yet(
-        _ANY_STALE,
+        "staleness",
         "scaler",
         "a scaler leaves out steps of all ranks together",
         "train in bfloat16, which needs none, or leave staleness out",
