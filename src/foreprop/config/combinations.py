@@ -323,7 +323,7 @@ REFUSED: tuple[Refused, ...] = (
         "train in bfloat16, which needs none, or leave out the other one",
     ),
     _not_yet(
-        f"{_COUNTED}, {_ANY_STALE}",
+        f"{_COUNTED}, staleness",
         "rebalance",
         "slices move when all workers are in one step",
         _LEAVE_OUT,

@@ -97,10 +97,17 @@ class ServedBackend:
             self._tell_pace()
 
     def _are_in_step(self) -> bool:
-        """Whether servers hear from every worker, and all are in the same step."""
+        """Whether servers hear from every worker, and all are in the same step.
+
+        Where values may be late the pace, which is waited for, is told for what needs it only.
+        """
         config, together = self._setup.config, self.connections.workers_per_push == 1
+        moves = config.rebalance_s is not None
         return (
-            self._setup.world.size > 1 and together and not (config.counts_some or config.staleness)
+            self._setup.world.size > 1
+            and together
+            and not config.counts_some
+            and (not config.staleness or (config.staleness == "late" and moves))
         )
 
     def _tell_pace(self) -> None:
