@@ -153,6 +153,7 @@ def test_what_auto_means_where_nothing_is_left_to_choose() -> None:
     assert architecture(wire_dtype="bfloat16") == architecture(compression="bf16") == "auto"
     assert architecture(compression="int8") == architecture(compression="lossless") == "p2p"
     assert architecture(elastic=True) == architecture(staleness="late") == "p2p"
+    assert architecture(elastic=True, dedicated_servers=2) == "ps"
     assert architecture(encryption="tls") == architecture(backup_workers=1) == "p2p"
 
     def slice_elems(**settings: Any) -> object:

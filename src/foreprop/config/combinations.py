@@ -476,7 +476,7 @@ def settled(config: Config) -> dict[str, Any]:
     asked = set(asked_for(config))
     changes: dict[str, Any] = {}
     if config.architecture == "auto" and asked & _ONLY_SERVED:
-        changes["architecture"] = "p2p"
+        changes["architecture"] = "ps" if "dedicated" in asked else "p2p"
     loses = "lossy codecs" in asked and not is_automatic(config.compression)
     if config.slice_elems == "auto" and (asked & _NOT_CUT_ANEW or loses):
         changes["slice_elems"] = None
