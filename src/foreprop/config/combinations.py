@@ -149,6 +149,7 @@ FEATURES: Mapping[str, Feature] = {
     "tables beside workers": _found("such tables, where workers update the rest"),
     "remote tables": _found("tables on the meta device"),
     "nccl": _found("NCCL"),
+    "device": _found("parameters on a device"),
 }
 """By the names that rows have for them."""
 
@@ -415,6 +416,12 @@ REFUSED: tuple[Refused, ...] = (
         "pulled",
         "answers land beside the parameters, whenever they come",
         "use a preset that broadcasts, as p3",
+    ),
+    _not_yet(
+        "late",
+        "device",
+        "answers land beside parameters that are in host memory",
+        "give a number of steps",
     ),
     _refused(
         "delay compensation",

@@ -58,9 +58,9 @@ class ServedBackend:
 
             check_setting(setup.config, manifest)
         if setup.config.staleness == "late":
-            from foreprop.staleness.lateparameter import memory_beside
+            from foreprop.path.gpumemory import StagedMemory
 
-            self.memory_of = memory_beside
+            self.memory_of = StagedMemory
         if setup.config.counts_some:
             from foreprop.elastic.fitness import check_fitness
 
