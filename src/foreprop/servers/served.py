@@ -59,9 +59,9 @@ class ServedBackend:
 
             check_setting(setup.config, manifest)
         if setup.config.staleness == "late":
-            from foreprop.staleness.lateparameter import memory_beside
+            from foreprop.path.gpumemory import StagedMemory
 
-            self.memory_of = memory_beside
+            self.memory_of = StagedMemory
         if setup.config.counts_some:
             from foreprop.elastic.fitness import check_fitness
 
@@ -117,10 +117,17 @@ class ServedBackend:
         self._pace.service.end_window(step)
 
     def _are_in_step(self) -> bool:
-        """Whether servers hear from every worker, and all are in the same step."""
+        """Whether servers hear from every worker, and all are in the same step.
+
+        Where values may be late the pace, which is waited for, is told for what needs it only.
+        """
         config, together = self._setup.config, self.connections.workers_per_push == 1
+        moves = config.rebalance_s is not None
         return (
-            self._setup.world.size > 1 and together and not (config.counts_some or config.staleness)
+            self._setup.world.size > 1
+            and together
+            and not config.counts_some
+            and (not config.staleness or (config.staleness == "late" and moves))
         )
 
     def _manifest(self) -> Manifest:
