@@ -33,8 +33,8 @@ class RanksApart(RemoteProtocolError):
 class SliceUpdated(NamedTuple):
     """The update under way is done."""
 
-    squares: SquareSum | None = None
-    """Of the aggregated gradient, if it was to be measured."""
+    squares: tuple[SquareSum, ...] | None = None
+    """Of the aggregated gradient by parameter in the slice, if it was to be measured."""
 
 
 class UpdateDeferred(NamedTuple):
@@ -77,7 +77,10 @@ class SumSlice(NamedTuple):
 
 
 class SendSquares(NamedTuple):
-    """Tell every worker the sums of squares of all slices, in the order of their numbers."""
+    """Tell every worker the sums of squares of all slices, in the order of their numbers.
+
+    Of a pack there is one for each of its parameters (`core.packs`).
+    """
 
     step: int
     squares: tuple[SquareSum, ...]

@@ -16,6 +16,7 @@ name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from foreprop.core.barrier import HeldSums, StepBarrier
@@ -115,7 +116,7 @@ class ServerMachine:
         self._deferred: dict[int, UpdateSlice] = {}  # by slice
         self._updates: SendQueue[UpdateSlice | SumSlice] = SendQueue(order)
         self._updating: UpdateSlice | SumSlice | None = None
-        self._measured: dict[int, tuple[UpdateSlice, SquareSum, int]] = {}
+        self._measured: dict[int, tuple[UpdateSlice, tuple[SquareSum, ...], int]] = {}
         """Averaged, by slice, until all of the round are; the flags of the answer last."""
         self._replies = Replies(self._peers, order=order, reply=reply, turns=turns)
         self._handlers: dict[type, Callable[[Any], Sequence[ServerInstruction]]] = {
@@ -297,7 +298,7 @@ class ServerMachine:
         return [*self._replies.lanes.depart(), *self._next_update()]
 
     def _note_squares(
-        self, update: UpdateSlice, squares: SquareSum, unchanged: int
+        self, update: UpdateSlice, squares: tuple[SquareSum, ...], unchanged: int
     ) -> Sequence[ServerInstruction]:
         """With the last slice of a round all of them are told.
 
@@ -311,7 +312,7 @@ class ServerMachine:
         self._measured.clear()
         for held, _, flags in measured:
             self._finish(held, flags)
-        told = SendSquares(update.step, tuple(squares for _, squares, _ in measured))
+        told = SendSquares(update.step, tuple(chain.from_iterable(s for _, s, _ in measured)))
         return [told, *self._replies.lanes.depart()]
 
     def _on_update_deferred(self, _: UpdateDeferred) -> Sequence[ServerInstruction]:

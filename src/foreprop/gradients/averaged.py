@@ -109,11 +109,18 @@ class AveragedParameter:
         if self._own:
             self._seen.wait()
 
+    @property
+    def part(self) -> RoundPart:
+        """Its part in rounds, which may be one of a pack's."""
+        return self._part
+
     # What the engine reads and writes.
     @property
     def values(self) -> memoryview:
         """The parameter's values at the start; from then on room for the averaged gradient."""
-        return self._part.room if self._in_rounds else self.memory.values
+        if self._in_rounds or self._part.pack is not None:
+            return self._part.room
+        return self.memory.values
 
     def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
         return self._part.take_gradient(start_bytes, stop_bytes)
@@ -156,7 +163,7 @@ class AveragedParameter:
                 if gradient.layout != torch.strided or session.reduces_by_kind:
                     session.check_layout(self.index, gradient.layout)
                 session.gradient_ready(self)
-            if self.left:
+            if self.left or (self.connected and self._part.is_too_late):
                 self._check_not_scaled(gradient)
                 self._together.close_round()
             if gradient is not self._seen.tensor():
@@ -472,12 +479,18 @@ class AveragedParameter:
 
     # The start and the end.
     def before_offering(self) -> None:
-        self.memory.before_sending_values()
+        if self._part.pack is not None:
+            self._part.pack.before_offering(self._part)
+        else:
+            self.memory.before_sending_values()
 
     def receive_initial_value(self) -> None:
-        engine, number = self._session.engine_of(self.index)
-        engine.wait(number, 0)
-        self.memory.land()
+        if self._part.pack is not None:
+            self._part.pack.receive_value(self._part)
+        else:
+            engine, number = self._session.engine_of(self.index)
+            engine.wait(number, 0)
+            self.memory.land()
         self.start = ValueMark(self.parameter)
 
     def give_away(self) -> None:

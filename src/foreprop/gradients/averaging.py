@@ -27,6 +27,7 @@ from foreprop.core.wire import MOST_ROUNDS, ROUND_SHIFT
 if TYPE_CHECKING:
     from foreprop.gradients.averaged import AveragedParameter
     from foreprop.gradients.localstep import LocalStepper
+    from foreprop.gradients.pack import Pack
 
 
 class Rounds:
@@ -43,6 +44,7 @@ class Rounds:
         """Of this round, as servers or collectives count."""
         self._counts_rounds = counts_rounds
         self._again = 0  # rounds of this step before it
+        self._more = 0  # times that a pack has left in this step beyond its rounds
         self._fixed = fixed_passes
         # passes per step, with those whose gradients are discarded
         self._expected = fixed_passes or 1
@@ -73,9 +75,18 @@ class Rounds:
         self.serial += 1
         self._again += 1
         self.step += self._counts_rounds
-        if self._again == MOST_ROUNDS:  # nobody makes steps: gradients are only read
-            self._again = 0
+        if not self.may_follow(self._more):  # nobody makes steps: gradients are only read
+            self._again = self._more = 0
             self.step += not self._counts_rounds
+
+    def may_follow(self, more: int) -> bool:
+        """Whether a pack may leave in this step for the so-manieth time beyond its rounds."""
+        return self._again + more < MOST_ROUNDS
+
+    def flags_after(self, more: int) -> int:
+        """As `flags`, of a pack that has left so often beyond its rounds."""
+        self._more = max(self._more, more)
+        return (self._again + more) << ROUND_SHIFT
 
     def end_step(self, discards: int, *, learning: bool) -> None:
         """The step is made. ``discards``: of the passes of the parameter that had most.
@@ -85,7 +96,7 @@ class Rounds:
         """
         self.serial += 1
         self.step += 1
-        self._again = 0
+        self._again = self._more = 0
         passes, self._passes = self._passes, 0
         if not passes:
             return
@@ -117,6 +128,7 @@ class Averaging:
         self.asks_norm = False
         """Whether this rank's loop has taken the norm of gradients in this step."""
         self.parameters: list[AveragedParameter] = []
+        self.packs: list[Pack] = []
         self._parts: list[AveragedParameter] = []
         self._pass_with_parts = -1
         self.unscaled_by: torch.Tensor | None = None
@@ -135,6 +147,7 @@ class Averaging:
         self.measures, self._measured_before, self._averaged = False, 0, None
         self.known |= {id(each.parameter): each for each in self.parameters}
         self.parameters.clear()
+        self.packs.clear()
 
     @property
     def _wanted(self) -> Iterator[AveragedParameter]:
@@ -172,7 +185,13 @@ class Averaging:
         """Some gradients have changed since they left: average all of them once more."""
         for parameter in self.parameters:
             parameter.leave_out()
+        self.leave()
         self.rounds.begin_again()
+
+    def leave(self) -> None:
+        """Nothing more comes now: packs wait for no more gradients."""
+        for pack in self.packs:
+            pack.leave()
 
     def end_round(self) -> None:
         """Have nothing under way; what has not been shown is this rank's own again."""
@@ -198,6 +217,7 @@ class Averaging:
             parameter.average()
             if (every or self.measures) and not parameter.left:
                 parameter.leave_out()
+        self.leave()
         self._averaged = asked
 
     def show_after_pass(self, parameter: AveragedParameter) -> None:

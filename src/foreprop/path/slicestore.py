@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -102,6 +103,7 @@ class SliceStore:
 
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
         self._world_size = manifest.most_workers
+        self._parts_of = cache(manifest.parts_of)
         self._aggregation = manifest.knobs.aggregation
         limit = self._aggregation.clip_grad_value
         self._clips = self._aggregation.needs_norm or limit is not None
@@ -113,10 +115,11 @@ class SliceStore:
         self._divisors = [self._world_size if way == "mean" else 1 for way in manifest.reductions()]
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
+        sliced_elems = manifest.sliced_elems()
         self._slices = {
             piece.number: SliceTensors(
                 piece,
-                manifest.parameters[piece.parameter].elems,
+                sliced_elems[piece.parameter],
                 dtypes[piece.parameter],
                 wire_dtypes[piece.parameter],
                 optimizer,
@@ -213,23 +216,23 @@ class SliceStore:
 
     def aggregate_only(
         self, slice_: int, ranks: Sequence[int], *, measure: bool
-    ) -> SquareSum | None:
+    ) -> tuple[SquareSum, ...] | None:
         """Aggregate the gradients of ``ranks``, which is what the replies carry: workers update.
 
-        Returns the sum of its squares, if that is asked for.
+        Returns the sums of its squares by parameter in the slice, if that is asked for.
 
         As `update` otherwise. Its last replies have left: each worker has pushed again since.
         """
         tensors = self._slices[slice_]
-        squares = ZERO if measure else None
-        if ranks:
-            kept = self._keep(tensors, self._total(tensors, ranks))
-            tensors.view = kept.view
-            if measure:
-                squares = square_sum(tensors.extent.part(kept.tensor))
-        else:
+        if not ranks:
             self._drop_gradients(tensors)
-        return squares
+            return tuple(ZERO for _ in self._parts_of(tensors.piece)) if measure else None
+        kept = self._keep(tensors, self._total(tensors, ranks))
+        tensors.view = kept.view
+        if not measure:
+            return None
+        own = tensors.extent.part(kept.tensor)
+        return tuple(square_sum(own[a:b]) for _, a, b in self._parts_of(tensors.piece))
 
     def _apply(
         self,

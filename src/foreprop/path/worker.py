@@ -30,6 +30,7 @@ from foreprop.core.frames import (
     ValuesOffered,
 )
 from foreprop.core.manifest import Manifest
+from foreprop.core.packs import led_by_first
 from foreprop.core.sendqueue import turns_of
 from foreprop.core.wire import DAMAGE_BYTES, Damage, Flag, Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
@@ -249,7 +250,8 @@ class WorkerEngine:
         self.send_to_all(Kind.HYPERPARAMETERS, step, CONTROL_PRIORITY, data)
 
     def learn_priorities(self, order: Sequence[int]) -> None:
-        self._dispatch(PrioritiesLearned(tuple(order)))
+        packs = self.manifest.knobs.packs
+        self._dispatch(PrioritiesLearned(tuple(led_by_first(order, packs) if packs else order)))
 
     def start_step(self) -> None:
         """The next forward pass begins; matters to ``reply="pull"`` only."""

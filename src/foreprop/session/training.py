@@ -430,6 +430,8 @@ class Training:
                 self._tell_turned(step)
             for parameter in self.parameters:
                 parameter.finish_step(step)
+            if self.averaging is not None:
+                self.averaging.leave()
 
     def _tell_turned(self, step: int) -> None:
         """The others wait once more for what has just been frozen."""
