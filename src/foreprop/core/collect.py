@@ -33,7 +33,7 @@ class RanksApart(RemoteProtocolError):
 class SliceUpdated(NamedTuple):
     """The update under way is done."""
 
-    squares: tuple[SquareSum, ...] | None = None
+    squares: tuple[SquareSum, ...] = ()
     """Of the aggregated gradient by parameter in the slice, if it was to be measured."""
 
 

@@ -257,13 +257,12 @@ class AnyManifest(
         own = [0 if info.rows else info.elems for info in self.parameters]
         return packed_elems(own, self.knobs.packs)
 
-    def parts_of(self: Manifest, piece: Slice) -> list[tuple[int, int, int]]:
-        """The parameters in a slice: number, and the elements of the slice from start to stop."""
-        pack = next((p for p in self.knobs.packs if p[0] == piece.parameter), None)
+    def places_of(self: Manifest, piece: Slice) -> list[tuple[int, int]]:
+        """Where the elements of each parameter in a slice begin and end in it."""
+        pack = next((pack for pack in self.knobs.packs if pack[0] == piece.parameter), None)
         if pack is None:
-            return [(piece.parameter, 0, piece.elems)]
-        sizes = [self.parameters[number].elems for number in pack]
-        return [(number, *place) for number, place in zip(pack, places_in(sizes), strict=True)]
+            return [(0, piece.elems)]
+        return list(places_in([self.parameters[number].elems for number in pack]))
 
     def is_served(self, piece: Slice) -> bool:
         """Whether servers may update the slice."""

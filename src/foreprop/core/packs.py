@@ -53,13 +53,3 @@ def packed_elems(sizes_elems: Sequence[int], packs: Packs) -> list[int]:
 def places_in(sizes_elems: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Where the elements of a pack's parameters begin and end in it."""
     yield from itertools.pairwise(itertools.accumulate(sizes_elems, initial=0))
-
-
-def led_by_first(order: Sequence[int], packs: Packs) -> list[int]:
-    """An order of all parameters in which each pack's first one has the place of the most urgent.
-
-    The others, which nothing is sent under, come last.
-    """
-    first_of = {number: pack[0] for pack in packs for number in pack}
-    leading = dict.fromkeys(first_of.get(number, number) for number in order)
-    return [*leading, *(number for number, first in first_of.items() if number != first)]

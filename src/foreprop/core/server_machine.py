@@ -291,7 +291,7 @@ class ServerMachine:
         update = self._take_update()
         changed = update.ranks or (self._states[update.slice].valued and not update.gradient)
         unchanged = 0 if changed else Flag.UNCHANGED
-        if event.squares is not None:
+        if event.squares:
             noted = self._note_squares(update, event.squares, unchanged)
             return [*noted, *self._next_update()]
         self._finish(update, unchanged)

@@ -225,7 +225,6 @@ class AveragedParameter:
             from foreprop.path.sums import count_rows
 
             self.touched_rows = count_rows(gradient)
-        self._session.begin_pushing()
         self._part.end()  # of an earlier gradient, which has changed since
         self._own = False
         self._in_rounds = True
@@ -434,25 +433,25 @@ class AveragedParameter:
         update = self._update
         if update is None:  # another thread has been here
             return
-        together: list[AveragedParameter] = []
+        ended = [self]
         if (readers := self._session.stale_readers) is not None:
             readers.settled(self.parameter)
-        if self._part.end():
-            together.append(self)
+        together = [self] if self._part.end() else []
         if readers is None:
             arrived = self._together.arrived_after(self)
             together += [each for each in arrived if each._part.end()]
             for each in arrived:
-                each._update = (
-                    None  # it goes on waiting for its first use, which somebody may watch
-                )
+                each._update = None
+            if not self._together.watches_uses:  # else they wait on, and tell of their first uses
+                ended += arrived
         shown = [each._put_average() for each in together]
         update.apply([each.parameter for each in together])
         for each, gradient in zip(together, shown, strict=True):
             each.parameter.grad = gradient
         self._update = None
-        if not self._first_use.watched:
-            stop_waiting(self.parameter)
+        for each in ended:
+            if not each._first_use.watched:
+                stop_waiting(each.parameter)
 
     def arrived_with(self, other: AveragedParameter) -> bool:
         """Whether the step that the other one waits for is to be made for it, with its average."""

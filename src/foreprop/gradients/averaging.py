@@ -129,6 +129,8 @@ class Averaging:
         """Whether this rank's loop has taken the norm of gradients in this step."""
         self.parameters: list[AveragedParameter] = []
         self.packs: list[Pack] = []
+        self.watches_uses = False
+        """Whether somebody looks at which parameters the next step uses first."""
         self._parts: list[AveragedParameter] = []
         self._pass_with_parts = -1
         self.unscaled_by: torch.Tensor | None = None

@@ -36,6 +36,7 @@ class Pack:
     ) -> None:
         """Engine and servers know it by its first member's number."""
         self._engine, self._number = session.engine_of(members[0].index)
+        self._session = session
         self._together = together
         self._parts = parts = [member.part for member in members]
         self._parameters = parameters = [member.parameter for member in members]
@@ -94,7 +95,11 @@ class Pack:
             del self._kept[part]
             part.landing.lend(self._averages[part.place])
         if gradient is not None:
-            self._added[part.place] = part.as_dense(gradient)
+            place = part.place
+            usual = self._gradients[place]
+            if gradient.shape != usual.shape or gradient.dtype != usual.dtype:
+                gradient = part.as_dense(gradient)
+            self._added[place] = gradient
         if self._in == self._expected:
             self.leave()
 
@@ -114,6 +119,7 @@ class Pack:
         if not (self._added if again else self._in):
             return
         rounds, added = self._together.rounds, self._added
+        self._session.begin_pushing()
         self._put_aside(again)
         self._more = 0 if rounds.step != self._step else self._more + again
         self._left_serial, self._step, self._added = self._serial, rounds.step, {}

@@ -122,6 +122,7 @@ class RoundPart:
         if self.pack is not None:
             self.pack.add(self, gradient)
             return
+        self._session.begin_pushing()
         if gradient is None:
             self._owner.memory.pass_by(self._pushing(Flag.GRADIENT | Flag.NO_GRADIENT))
             return
@@ -247,10 +248,13 @@ class Scalings:
 
     def clear(self) -> None:
         """Another average will come, or none is wanted."""
-        self.all, self._applied = [], 0
+        if self.all:
+            self.all, self._applied = [], 0
 
     def apply_to(self, gradient: torch.Tensor) -> None:
         """Apply those that have not been applied."""
+        if len(self.all) == self._applied:
+            return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for method, factor in self.all[self._applied :]:
                 method(gradient, factor)

@@ -17,7 +17,7 @@ from foreprop.core.norm import (
     decode_square_sum,
     decode_square_sums,
 )
-from foreprop.core.manifest import Manifest
+from foreprop.core.packs import Packs
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
@@ -72,12 +72,13 @@ class MeasuredGradients:
     Noted by the receiving threads, one for each server; asked by the training thread.
     """
 
-    def __init__(self, slices: Sequence[Slice], manifest: Manifest) -> None:
+    def __init__(self, slices: Sequence[Slice], packs: Packs, *, parameters: int) -> None:
         self._measured: dict[int, list[int]] = {}  # by server: which parameters it tells of
+        pack_of = {pack[0]: pack for pack in packs}
         for piece in slices:
-            numbers = [number for number, _, _ in manifest.parts_of(piece)]
+            numbers = pack_of.get(piece.parameter, (piece.parameter,))
             self._measured.setdefault(piece.server, []).extend(numbers)
-        self._parameters = len(manifest.parameters)
+        self._parameters = parameters
         self._told: dict[int, list[list[SquareSum]]] = {server: [] for server in self._measured}
         self._first_round = dict.fromkeys(self._measured, 1)  # of those that are kept
         self._known: tuple[int, list[SquareSum]] = (0, [])
@@ -121,7 +122,9 @@ class WorkerNorm:
         self._owners = {piece.server for piece in engine.slices if engine.manifest.is_served(piece)}
         self._owners |= {shard.server for shard in engine.shards}
         self._combiner = NormCombiner(self._owners)
-        self._squares = MeasuredGradients(engine.slices, engine.manifest)
+        self._squares = MeasuredGradients(
+            engine.slices, engine.manifest.knobs.packs, parameters=len(engine.parameters)
+        )
         self._use_outside: Callable[[int, float], None] | None = None
         engine.norm_of = self._norms.of
 

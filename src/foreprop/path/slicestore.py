@@ -103,7 +103,7 @@ class SliceStore:
 
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
         self._world_size = manifest.most_workers
-        self._parts_of = cache(manifest.parts_of)
+        self._places_of = cache(manifest.places_of)
         self._aggregation = manifest.knobs.aggregation
         limit = self._aggregation.clip_grad_value
         self._clips = self._aggregation.needs_norm or limit is not None
@@ -216,7 +216,7 @@ class SliceStore:
 
     def aggregate_only(
         self, slice_: int, ranks: Sequence[int], *, measure: bool
-    ) -> tuple[SquareSum, ...] | None:
+    ) -> tuple[SquareSum, ...]:
         """Aggregate the gradients of ``ranks``, which is what the replies carry: workers update.
 
         Returns the sums of its squares by parameter in the slice, if that is asked for.
@@ -226,13 +226,13 @@ class SliceStore:
         tensors = self._slices[slice_]
         if not ranks:
             self._drop_gradients(tensors)
-            return tuple(ZERO for _ in self._parts_of(tensors.piece)) if measure else None
+            return tuple(ZERO for _ in self._places_of(tensors.piece)) if measure else ()
         kept = self._keep(tensors, self._total(tensors, ranks))
         tensors.view = kept.view
         if not measure:
-            return None
+            return ()
         own = tensors.extent.part(kept.tensor)
-        return tuple(square_sum(own[a:b]) for _, a, b in self._parts_of(tensors.piece))
+        return tuple(square_sum(own[a:b]) for a, b in self._places_of(tensors.piece))
 
     def _apply(
         self,

@@ -30,7 +30,6 @@ from foreprop.core.frames import (
     ValuesOffered,
 )
 from foreprop.core.manifest import Manifest
-from foreprop.core.packs import led_by_first
 from foreprop.core.sendqueue import turns_of
 from foreprop.core.wire import DAMAGE_BYTES, Damage, Flag, Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
@@ -105,6 +104,7 @@ class WorkerEngine:
             reply=manifest.knobs.reply,
             window=push_window(manifest, self.slices, config, servers=len(streams)),
             turns=turns_of(manifest.knobs.lanes, rank, manifest.knobs.servers),
+            packs=manifest.knobs.packs,
         )
         self.priority_of, self.is_complete = self._machine.priority_of, self._machine.is_complete
         self._welcomes = self.steps = 0
@@ -250,8 +250,7 @@ class WorkerEngine:
         self.send_to_all(Kind.HYPERPARAMETERS, step, CONTROL_PRIORITY, data)
 
     def learn_priorities(self, order: Sequence[int]) -> None:
-        packs = self.manifest.knobs.packs
-        self._dispatch(PrioritiesLearned(tuple(led_by_first(order, packs) if packs else order)))
+        self._dispatch(PrioritiesLearned(tuple(order)))
 
     def start_step(self) -> None:
         """The next forward pass begins; matters to ``reply="pull"`` only."""
