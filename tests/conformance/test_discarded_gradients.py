@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.conformance.averaging_by_hand import Average, check_contract
 from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
@@ -17,6 +19,7 @@ from tests.conformance.parity import (
     check_world_of_two,
     make_batches,
     servers_only,
+    small_model,
     with_sgd,
 )
 
@@ -82,3 +85,30 @@ def test_a_layer_that_the_next_step_does_not_use(architecture: str) -> None:
     settings = {"update": "workers", "architecture": architecture}
     check_world_of_one(with_sgd(_Skipping), loop, make_batches(5), **settings)
     check_world_of_two(with_sgd(_Skipping), loop, batches_of(2, count=5), **settings)
+
+
+@pytest.mark.parametrize("about", [{}, {"slice_elems": 3}])
+def test_a_discarded_gradient_stays_so_though_somebody_holds_it(about: dict[str, Any]) -> None:
+    """On one rank only; then its parameter is frozen, and the step is made without it."""
+    holders: list[Sequence[Batch]] = []
+
+    def loop(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average: Average) -> None:
+        holders.append(batches)
+        holds = batches is holders[0]
+        held = []
+        for number, (x, y) in enumerate(batches):
+            if number == len(batches) - 1:
+                model[2].requires_grad_(False)
+            F.cross_entropy(model(x), y).backward()
+            average(model)
+            if number == len(batches) - 2:
+                for parameter in model.parameters():
+                    parameter.grad.mul_(0.5)  # type: ignore[union-attr]  # waits for no average
+            else:
+                nn.utils.clip_grad_value_(model.parameters(), 0.05)
+                optimizer.step()
+            if holds:
+                held += [p.grad for p in model.parameters()]
+            optimizer.zero_grad()
+
+    check_contract(with_sgd(small_model, momentum=0.9), loop, steps=4, **about)

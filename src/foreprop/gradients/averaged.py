@@ -232,7 +232,9 @@ class AveragedParameter:
 
     def leave_out(self) -> None:
         """The round is closed before its gradient has left: it is averaged in the next one."""
-        own = self._own or (self._under_way and self.left)
+        # what has been discarded is not, though somebody (a sending thread, too) may hold it still
+        counts = self.passes > self.discards
+        own = self._own or (self._under_way and self.left and counts)
         if not self.left and self._part.is_expected:
             self._begin_round(None)
         self._own = own and self._seen.tensor() is not None
