@@ -158,25 +158,28 @@ class AveragedParameter:
             gradient = parameter.grad
             if gradient is None:
                 return
-            session = self._session
+            session, together, seen = self._session, self._together, self._seen
+            rounds = together.rounds
             if self.connected:
                 if gradient.layout != torch.strided or session.reduces_by_kind:
                     session.check_layout(self.index, gradient.layout)
                 session.gradient_ready(self)
-            if self.left or (self.connected and self._part.is_too_late):
-                self._check_not_scaled(gradient)
-                self._together.close_round()
-            if gradient is not self._seen.tensor():
+                part = self._part
+                if part.serial == rounds.serial or (part.pack is not None and part.pack.is_full):
+                    self._check_not_scaled(gradient)
+                    together.close_round()
+            is_new = gradient is not seen.tensor()
+            if is_new:
                 self._is_seen_elsewhere = is_part_of_more(gradient)
-            if gradient is not self._seen.tensor() or gradient._version != self._seen.version + 1:
+            if is_new or gradient._version != seen.version + 1:
                 self.discards = self.passes  # a new gradient, or a zeroed one
             self.passes += 1
-            self._together.rounds.note_pass(self.passes)
             self._note_own(gradient)
-            if session.eager and self.wanted and self._together.rounds.is_last_pass:
+            rounds.note_pass(self.passes)
+            if rounds.is_last_pass and self.wanted and session.eager:
                 self._begin_round(gradient)
             if self._is_seen_elsewhere:
-                self._together.show_after_pass(self)
+                together.show_after_pass(self)
 
     def _check_not_scaled(self, gradient: torch.Tensor) -> None:
         """A factor that waits for the average would be lost when a pass adds to the gradient."""

@@ -95,11 +95,11 @@ class Pack:
             del self._kept[part]
             part.landing.lend(self._averages[part.place])
         if gradient is not None:
-            place = part.place
-            usual = self._gradients[place]
-            if gradient.shape != usual.shape or gradient.dtype != usual.dtype:
+            usual = self._gradients[part.place]
+            alike = gradient.shape == usual.shape and gradient.dtype == usual.dtype
+            if not alike or gradient.layout != torch.strided:
                 gradient = part.as_dense(gradient)
-            self._added[place] = gradient
+            self._added[part.place] = gradient
         if self._in == self._expected:
             self.leave()
 
@@ -178,7 +178,8 @@ class Pack:
         serial, had = self._kept.get(part, (NO_ROUND, False))
         if serial == part.serial and (had or serial != self._left_serial):
             return had
-        if self._serial == part.serial:
+        if part.serial != self._left_serial or part.place in self._added:
             self.leave()
-        self._engine.wait(self._number, self._step)
+        if not self._had:
+            self._engine.wait(self._number, self._step)
         return self._has_landed(part)

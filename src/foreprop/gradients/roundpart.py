@@ -104,11 +104,6 @@ class RoundPart:
         )
 
     @property
-    def is_too_late(self) -> bool:
-        """Whether its gradient cannot leave in this round any more."""
-        return self.pack is not None and self.pack.is_full
-
-    @property
     def is_awaited(self) -> bool:
         """Whether the pack is to wait for it: it comes at the end of the step at the latest."""
         return self.is_counted or (self._owner.wanted and self.is_expected)
@@ -212,7 +207,7 @@ class Landing:
     def as_autograd_would(self) -> torch.Tensor:
         """What has landed, in the parameter's layout and place: kernels round by layout."""
         parameter = self._parameter
-        if parameter.device.type == "cpu" and parameter.is_contiguous():
+        if parameter.is_contiguous() and (self._is_lent or parameter.device.type == "cpu"):
             return self.room
         return self._copy_to(torch.empty_like(parameter))
 

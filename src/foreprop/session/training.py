@@ -252,7 +252,7 @@ class Training:
         """
         if self.by_workers:
             shown = self.first.is_over or self.first.in_forward
-            return shown and not self.additions.holds
+            return shown and not self.additions.hold(self.averaging)
         return not self.learning
 
     def gradient_ready(self, parameter: Watched) -> None:
