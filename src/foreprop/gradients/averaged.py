@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from foreprop.errors import TrainingLoopError
@@ -168,11 +167,11 @@ class AveragedParameter:
                 if part.serial == rounds.serial or (part.pack is not None and part.pack.is_full):
                     self._check_not_scaled(gradient)
                     together.close_round()
-            is_new = gradient is not seen.tensor()
-            if is_new:
-                self._is_seen_elsewhere = is_part_of_more(gradient)
-            if is_new or gradient._version != seen.version + 1:
-                self.discards = self.passes  # a new gradient, or a zeroed one
+            if gradient is not seen.tensor():
+                self._is_seen_elsewhere = gradient._version > 0 and is_part_of_more(gradient)
+                self.discards = self.passes
+            elif gradient._version != seen.version + 1:
+                self.discards = self.passes  # it has been zeroed
             self.passes += 1
             self._note_own(gradient)
             rounds.note_pass(self.passes)
@@ -193,8 +192,9 @@ class AveragedParameter:
     def _note_own(self, gradient: torch.Tensor) -> None:
         """What is in ``p.grad`` is this rank's own: who reads it waits for the average."""
         self._own = True
-        self._together.gradient_added()
-        self._fresh |= self._seen.see(gradient)
+        self._together.nothing_left = None
+        if self._seen.see(gradient):
+            self._fresh = True
         self._seen.wait()
 
     def gradient_discarded(self, *, dropped: bool) -> None:
@@ -228,7 +228,8 @@ class AveragedParameter:
             from foreprop.path.sums import count_rows
 
             self.touched_rows = count_rows(gradient)
-        self._part.end()  # of an earlier gradient, which has changed since
+        if self._part.under_way:
+            self._part.end()  # of an earlier gradient, which has changed since
         self._own = False
         self._in_rounds = True
         self._part.begin(gradient)
@@ -341,8 +342,10 @@ class AveragedParameter:
     # The end of a step.
     def finish_step(self, step: int) -> None:
         """`optimizer.step()` begins: have averaged what has not been."""
-        self.attach_hook()
-        self.settle()  # an earlier step's update, if nothing has used the parameter since
+        if self._hook is None:
+            self.attach_hook()
+        if is_waiting(self.parameter):
+            self.settle()  # an earlier step's update, if nothing has used the parameter since
         if self.left or not (self.wanted or self._part.is_counted):
             return
         # who counts on this one may as well have it, if it is there
@@ -368,11 +371,11 @@ class AveragedParameter:
     def defer(self, update: DeferredStep) -> bool:
         """Make the step's update at the first use, if its gradient is still on its way.
 
-        False: ``p.grad``, if there is any, is what the update is to be made with now.
+        False: ``p.grad``, if there is any, is what the update is to be made with now. Else the
+        caller raises the parameter's version: whoever saved the old value must not use it.
         """
         if not (self._under_way and self._is_as_it_left):
             return False
-        increment_version(self.parameter)  # whoever saved the old value must not use it
         self._update = update
         make_wait(self.parameter, self)
         if (readers := self._session.stale_readers) is not None:
@@ -447,10 +450,12 @@ class AveragedParameter:
             together += [each for each in arrived if each._part.end()]
             for each in arrived:
                 each._update = None
-            if not self._together.watches_uses:  # else they wait on, and tell of their first uses
-                ended += arrived
+            if not self._together.watches_uses:  # else these, too, are waited for one by one
+                ended += [each for each in arrived if each._part.pack is not None]
         shown = [each._put_average() for each in together]
-        update.apply([each.parameter for each in together])
+        for pack in dict.fromkeys(each._part.pack for each in together):
+            own = [each.parameter for each in together if each._part.pack is pack]
+            update.apply(own, small=pack is not None)
         for each, gradient in zip(together, shown, strict=True):
             each.parameter.grad = gradient
         self._update = None

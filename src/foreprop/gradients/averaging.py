@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from foreprop.core.wire import MOST_ROUNDS, ROUND_SHIFT
 
@@ -63,7 +64,8 @@ class Rounds:
 
     def note_pass(self, passes: int) -> None:
         """A parameter has had so many passes since the last step."""
-        self._passes = max(self._passes, passes)
+        if passes > self._passes:
+            self._passes = passes
 
     @property
     def is_last_pass(self) -> bool:
@@ -137,7 +139,7 @@ class Averaging:
         """By what a scaler has multiplied the gradients to take the loss's factor out."""
         self.known: dict[int, AveragedParameter] = {}
         """By the parameter's id: those that a backend had before, or that are new in the loop."""
-        self._averaged: tuple[int, bool, bool] | None = None
+        self.nothing_left: tuple[int, bool, bool] | None = None
         """The round of which nothing is left to be averaged, and how it was."""
         self._optimizer = optimizer
         self._fixed_passes = fixed_passes
@@ -146,7 +148,7 @@ class Averaging:
         """Another backend makes the averages. No round is under way."""
         before, self.rounds = self.rounds, Rounds(self._fixed_passes, counts_rounds=collectives)
         self.rounds.go_on(before)
-        self.measures, self._measured_before, self._averaged = False, 0, None
+        self.measures, self._measured_before, self.nothing_left = False, 0, None
         self.known |= {id(each.parameter): each for each in self.parameters}
         self.parameters.clear()
         self.packs.clear()
@@ -203,24 +205,20 @@ class Averaging:
             for parameter in self.parameters:
                 parameter.end_round()
 
-    def gradient_added(self) -> None:
-        """There is one that has not been averaged."""
-        self._averaged = None
-
     def average_all(self, *, every: bool) -> None:
         """Somebody reads a gradient: have all averaged that are there.
 
         ``every``: tell also of parameters without one, for whom the others wait.
         """
         asked = (self.rounds.serial, every, self.measures)
-        if asked == self._averaged:  # whoever clips asks once for each gradient
+        if asked == self.nothing_left:  # whoever clips asks once for each gradient
             return
         for parameter in self.parameters:
             parameter.average()
             if (every or self.measures) and not parameter.left:
                 parameter.leave_out()
         self.leave()
-        self._averaged = asked
+        self.nothing_left = asked
 
     def show_after_pass(self, parameter: AveragedParameter) -> None:
         """Have its average in ``p.grad`` when this backward pass ends, as DDP has every one.
@@ -242,13 +240,18 @@ class Averaging:
     def defer_step(self) -> None:
         """Make the optimizer's step for each parameter when its average is here."""
         step = self._stepper.begin()
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with self.settling, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            deferred = []
             for parameter in self.parameters:
-                if parameter.parameter not in step or parameter.defer(step):
+                if parameter.parameter not in step:
                     continue
-                if parameter.parameter.grad is not None:
+                if parameter.defer(step):
+                    deferred.append(parameter.parameter)
+                elif parameter.parameter.grad is not None:
                     parameter.averaged()  # if the optimizer has come to have it
                     step.apply([parameter.parameter])
+            if deferred:
+                increment_version(deferred)
 
     def arrived_after(self, first: AveragedParameter) -> list[AveragedParameter]:
         """Those next to it, in the model's order, that wait for the same step with their averages.
