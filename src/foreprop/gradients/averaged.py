@@ -249,8 +249,24 @@ class AveragedParameter:
 
     def average(self) -> None:
         """Have ``p.grad`` averaged, if it is this rank's own."""
-        if (gradient := self.gradient) is not None:
+        gradient = self.gradient
+        if gradient is None and self.wanted and not self.left:
+            gradient = self._made_otherwise()
+        if gradient is not None:
             self._begin_round(gradient)
+
+    def _made_otherwise(self) -> torch.Tensor | None:
+        """One that no pass of this step has made: zeros, say.
+
+        Another rank's pass may have made one. What follows is to be done with the average on both.
+        """
+        gradient = self.parameter.grad
+        if gradient is None or gradient is self._seen.tensor():
+            return None
+        if torch._C._current_graph_task_id() != -1:  # the pass may add to it
+            return None
+        self._note_own(gradient)
+        return gradient
 
     def averaged(self) -> None:
         """Make ``p.grad`` the average over the ranks. For whoever reads or edits it."""

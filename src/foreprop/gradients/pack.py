@@ -55,8 +55,8 @@ class Pack:
         for place, (part, average) in enumerate(zip(parts, averages, strict=True)):
             part.pack, part.place = self, place
             part.landing.lend(average)
-        self._kept: dict[RoundPart, tuple[int, bool]] = {}
-        """Whose average of which round has been put aside, and whether there was one."""
+        self._kept: dict[tuple[RoundPart, int], torch.Tensor | None] = {}
+        """Averages that have been put aside, by part and round; None: there was none."""
         self._added: dict[int, torch.Tensor] = {}  # gradients that are to leave, by place
         self._serial = self._left_serial = NO_ROUND  # of the parts that come, and that have left
         self._in = self._expected = 0  # parts that the round has, and is to have
@@ -91,9 +91,8 @@ class Pack:
         if self._serial != part.serial:
             self._begin(part.serial)
         self._in += 1
-        if self._kept and self._kept.get(part, (part.serial,))[0] != part.serial:
-            del self._kept[part]
-            part.landing.lend(self._averages[part.place])
+        if self._kept:
+            self._forget_kept(part)
         if gradient is not None:
             usual = self._gradients[part.place]
             alike = gradient.shape == usual.shape and gradient.dtype == usual.dtype
@@ -148,18 +147,24 @@ class Pack:
             return
         self._engine.wait(self._number, self._step)
         for part in self._parts:
-            waits = part.under_way and part.serial == self._left_serial
-            if not (waits or (again and part.serial != self._serial)) or self._has_kept(part):
-                continue
-            had = self._has_landed(part)
-            if had and part.place in self._added:
+            is_late = part.place in self._added
+            waits = part.under_way and part.serial == self._left_serial and not is_late
+            if waits or (again and part.serial != self._serial):  # it may still come in this round
+                self._keep(part)
+            elif again and is_late and self._has_landed(part):
                 raise part.split_error()
-            self._kept[part] = (self._left_serial, had)
-            if had:
-                part.landing.keep()
 
-    def _has_kept(self, part: RoundPart) -> bool:
-        return self._kept.get(part) == (self._left_serial, True)
+    def _keep(self, part: RoundPart) -> None:
+        key = (part, self._left_serial)
+        if self._kept.get(key) is None:
+            average = self._averages[part.place]
+            self._kept[key] = average.clone() if self._has_landed(part) else None
+
+    def _forget_kept(self, part: RoundPart) -> None:
+        """All but what has been kept of the round that it has its part in now."""
+        for key in [key for key in self._kept if key[0] is part and key[1] != part.serial]:
+            del self._kept[key]
+        part.landing.lend(self._averages[part.place])
 
     def _has_landed(self, part: RoundPart) -> bool:
         if self._answered and not self._had:
@@ -168,17 +173,29 @@ class Pack:
 
     def has_arrived(self, part: RoundPart) -> bool:
         """Whether its average need not be waited for."""
-        if self._kept.get(part, (NO_ROUND, False))[0] == part.serial:
+        if self._is_kept(part):
             return True
         has_left = self._left_serial == part.serial and part.place not in self._added
         return has_left and self._engine.is_complete(self._number)
 
+    def _is_kept(self, part: RoundPart) -> bool:
+        """Whether what has landed last is not its average."""
+        if not self._kept:
+            return False
+        key = (part, part.serial)
+        return key in self._kept and (
+            self._kept[key] is not None or part.serial != self._left_serial
+        )
+
     def receive(self, part: RoundPart) -> bool:
         """Wait for its average; whether there is one."""
-        serial, had = self._kept.get(part, (NO_ROUND, False))
-        if serial == part.serial and (had or serial != self._left_serial):
-            return had
-        if part.serial != self._left_serial or part.place in self._added:
+        if self._is_kept(part):
+            average = self._kept[part, part.serial]
+            if average is not None:
+                part.landing.lend(average)
+            return average is not None
+        is_new = part.serial != self._left_serial or part.place in self._added
+        if is_new and part.serial == self._serial:
             self.leave()
         if not self._had:
             self._engine.wait(self._number, self._step)

@@ -196,10 +196,6 @@ class Landing:
         """It lands here, together with others."""
         self._room, self._is_lent = room, True
 
-    def keep(self) -> None:
-        """Other averages are about to land where this one has."""
-        self._room = self.room.clone()
-
     def _copy_to(self, target: torch.Tensor) -> torch.Tensor:
         late = self._device is not None and self._device.is_pinned(self.room)
         return target.copy_(self.room, non_blocking=late)
