@@ -80,8 +80,9 @@ docs: $(STAMP) ## build the documentation site into runs/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo 'To read it with its search: python3 -m http.server --directory runs/site'
 
-pages: $(STAMP) ## write anew what docs has from the code: settings, commands, errors
+pages: $(STAMP) ## write anew what docs has from the code
 	$(BIN)/python scripts/settings_page.py
+	$(BIN)/python scripts/combinations_page.py
 	$(BIN)/python scripts/commands_page.py
 	$(BIN)/python scripts/errors_page.py
 

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from foreprop.core.collect import SliceUpdated, UpdateSlice
 from foreprop.core.frames import FrameSent, PushArrived, SendFrame
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
-from foreprop.core.staleness import Staleness, StaleServer
+from foreprop.core.staleness import Staleness, rule_of
 
 
 class ApartTraining(Protocol):
@@ -44,13 +45,13 @@ class StaleLoop:
     ) -> None:
         self._training = training
         self._step_s = step_s
-        self._server = StaleServer(
+        self._server = ServerMachine(
             [Slice(0, 0, 0, elems, 0)],
             index=0,
             workers=workers,
-            staleness=staleness,
             order="priority",
             names=["values"],
+            closing=rule_of(staleness),
         )
         self._events: list[tuple[float, int, int, int]] = []  # when, number, rank, step
         self._numbers = itertools.count()

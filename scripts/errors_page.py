@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foreprop import errors
+from foreprop.config import combinations
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
@@ -137,6 +138,10 @@ def messages(source: Path = SOURCE) -> tuple[Message, ...]:
                 if re.search(r"\w", text):  # what is passed on stands where it is made
                     kind = kinds[_name(call.func)]
                     found[Message(where, kind, _squeezed(text))] = None
+    if source == SOURCE:
+        pair = f"{VALUE} is {VALUE}"
+        texts = (_squeezed(row.text(pair, pair)) for row in combinations.REFUSED)
+        found |= {Message("config", "ConfigError", text): None for text in texts}
     return tuple(found)
 
 

@@ -24,8 +24,7 @@ from foreprop.core.buddy import (
     buddy_of,
     most_lost,
 )
-from foreprop.core.collect import SliceUpdated, UpdateSlice
-from foreprop.core.counting_server import CountingServer
+from foreprop.core.collect import AnswerSlice, SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     CompleteParameter,
     FrameSent,
@@ -37,11 +36,13 @@ from foreprop.core.frames import (
     SendFrame,
     ValueArrived,
 )
-from foreprop.core.membership import AnswerSlice, Members, UpdateCounted
+from foreprop.core.membership import Members
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.core.takeover import Settled, Settlement, SliceTakenOver, pushed_again
 from foreprop.core.wire import Kind
 from foreprop.core.worker_machine import WorkerMachine
+from tests.unit.counting_world import counting_server
 from tests.unit.exploration import explore_states
 
 Story = tuple[tuple[int, tuple[int, ...]], ...]
@@ -334,13 +335,8 @@ class Server:
         members = Members(life.plan.workers)
         for rank in set(range(life.plan.workers)) - set(ranks):
             members.drop(rank)
-        inner = CountingServer(
-            life.slices,
-            index=0,
-            members=members,
-            order="priority",
-            names=[f"p{n}" for n in range(len(life.plan.sizes_elems))],
-        )
+        names = [f"p{n}" for n in range(len(life.plan.sizes_elems))]
+        inner = counting_server(life.slices, members, names)
         for number in life.numbers if epoch == 0 else ():
             inner.handle(ValueArrived(0, number, 0, 0))  # the first values are everywhere
         self.machine = BuddiedServer(
@@ -363,18 +359,19 @@ class Server:
 
     def state(self) -> tuple[Any, ...]:
         outer, inner = self.machine, self.machine._machine
-        assert isinstance(inner, CountingServer)
-        queued = inner._lanes.items()
+        assert isinstance(inner, ServerMachine)
+        lanes = inner._replies.lanes
+        queued = lanes.items()
         collected = [
-            (each.done, each.step, each.pushed, each.closing, each.late, each.priority, each.last)
-            for each in inner._collected.values()
+            (each.done, each.rounds, each.updating, each.owed, each.priority, each.last)
+            for each in inner._states.values()
         ]
         return (
             (self.epoch, self.stories, self.states, self._updating, self._sending, self._copied),
             sorted(self._has_state),
             (outer.buddy, outer._done, outer._held, outer._next_due, outer._ready),
             (outer._waiting, outer._queued, outer._under_way, outer._unqueued),
-            (collected, inner._updates.items(), inner._updating, sorted(inner._lanes._busy)),
+            (collected, inner._updates.items(), inner._updating, sorted(lanes._busy)),
             [(frame._replace(token=0), self._story(frame)) for frame in queued],
         )
 
@@ -443,10 +440,10 @@ class Server:
                     self._do(self.machine.handle(StateKept(slice_, step)))
                 else:
                     self._copied.append(StateKept(slice_, step))
-            elif isinstance(instruction, UpdateCounted):
+            elif isinstance(instruction, UpdateSlice):
                 assert self._updating is None
                 assert instruction.counted == tuple(self._ranks)
-                self._updating = instruction.update
+                self._updating = instruction
             elif isinstance(instruction, AnswerSlice):
                 self._answer(instruction)
             elif isinstance(instruction, SendFrame):
@@ -456,7 +453,7 @@ class Server:
 
     def _answer(self, answer: AnswerSlice) -> None:
         """With the values of now, as `elastic.counting` does."""
-        slice_, step, priority, ranks, _ = answer
+        slice_, step, priority, ranks = answer[:4]
         assert self.stories[slice_][-1][0] == step or step == 0
         self._check_bound(slice_, step)
         for rank in ranks:

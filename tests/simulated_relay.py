@@ -22,7 +22,7 @@ from foreprop.core.frames import (
     SendFrame,
     ValueArrived,
 )
-from foreprop.core.relay_machine import RelayMachine, workers_of_node
+from foreprop.core.relay_machine import relay_machine, workers_of_node
 from foreprop.core.sendqueue import USUAL_TURNS
 from foreprop.core.wire import Flag, Kind
 
@@ -43,7 +43,7 @@ class Relay:
         self._first_rank = peers.first_rank(0)
         self._workers = len(peers.ranks)
         self._stories: dict[int, Story] = {}
-        self._machine = RelayMachine(
+        self._machine = relay_machine(
             cluster.slices,
             server=server,
             peers=peers,
@@ -133,7 +133,7 @@ class Relay:
         if kind == Kind.NOTIFY:
             event = NotifyArrived(slice_, step, SERVER, flags)
         else:
-            assert self._machine.awaits(slice_, step)
+            assert self._machine.closing.awaits(slice_, step)
             if not flags & Flag.UNCHANGED:
                 self._stories[slice_] = story
             self._priorities.setdefault(key, priority)

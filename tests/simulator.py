@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foreprop.core.barrier import NormCombiner, StepBarrier
+from foreprop.core.closing import AllMembers
 from foreprop.core.collect import SendSquares, SliceSummed, SliceUpdated, SumSlice, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
@@ -438,6 +439,7 @@ class _Server:
         self._cluster = cluster
         self._machine = ServerMachine(
             cluster.slices,
+            closing=AllMembers,
             index=index,
             workers=setup.peers,
             order=setup.order,

@@ -25,7 +25,10 @@ from foreprop.version import __version__
 
 if TYPE_CHECKING:
     from foreprop.auto.profiler import profile
+    from foreprop.compression.codecs import register_codec
+    from foreprop.conformance import check_codec, check_optimizer
     from foreprop.data.shard import shard
+    from foreprop.path.ownoptimizers import register_optimizer
     from foreprop.session.saving import checkpoint
     from foreprop.session.session import Session, parallelize
 
@@ -45,16 +48,24 @@ __all__ = [
     "TrainingLoopError",
     "TransportError",
     "__version__",
+    "check_codec",
+    "check_optimizer",
     "checkpoint",
     "parallelize",
     "profile",
+    "register_codec",
+    "register_optimizer",
     "shard",
 ]
 
 _LOADED_WHEN_USED = {
+    "check_codec": "conformance",
+    "check_optimizer": "conformance",
     "checkpoint": "session.saving",
     "parallelize": "session.session",
     "profile": "auto.profiler",
+    "register_codec": "compression.codecs",
+    "register_optimizer": "path.ownoptimizers",
     "Session": "session.session",
     "shard": "data.shard",
 }

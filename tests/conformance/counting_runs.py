@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from foreprop.cluster.seal import make_seal, open_entry
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.membership import CountedReplay
@@ -47,6 +48,8 @@ def dedicated(world: World, **own: Any) -> Iterator[None]:
     if world.rank:
         yield
         return
+    secret = own.get("secret_file")
+    seal = None if secret is None else make_seal(secret, "raw", "a server")
     servers: list[ThreadServer] = []
     ended = threading.Event()
 
@@ -56,7 +59,8 @@ def dedicated(world: World, **own: Any) -> Iterator[None]:
         while not store.check([key]):
             if ended.wait(0.005):
                 return
-        published = msgspec.json.decode(bytes(store.get(key)), type=PublishedSession)
+        entry = open_entry(seal, key, bytes(store.get(key)), "a server")
+        published = msgspec.json.decode(entry or b"", type=PublishedSession)
         timeouts = {name: published.config[name] for name in ("step_timeout_s", "stall_report_s")}
         config = Config(**timeouts, **own)
         for index in range(published.servers):
@@ -72,7 +76,8 @@ def dedicated(world: World, **own: Any) -> Iterator[None]:
             listener = listen("127.0.0.1", None)
             address, port = listener.getsockname()[:2]
             servers.append(ThreadServer(build_server(task, config), listener))
-            store.set(f"{key}/server/{index}", f"{address} {port}")
+            name, place = f"{key}/server/{index}", f"{address} {port}"
+            store.set(name, place if seal is None else seal.sign(name, place))
 
     thread = threading.Thread(target=serve, name="dedicated")
     thread.start()

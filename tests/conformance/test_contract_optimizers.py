@@ -254,10 +254,13 @@ def test_only_one_of_two_optimizers_is_given(setting: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"clip_grad_norm": 1.0}, "clip_grad_norm is 1.0, .* given no optimizer"),
-        ({"ema": 0.9}, "ema is 0.9, .* given no optimizer"),
-        ({"update": "servers"}, "update is 'servers', but .* given no optimizer"),
-        ({"scaler": torch.amp.GradScaler("cpu")}, "a scaler was given, .* given no optimizer"),
+        ({"clip_grad_norm": 1.0}, "given no optimizer, and clip_grad_norm is 1.0: that is part"),
+        ({"ema": 0.9}, "given no optimizer, and ema is 0.9: that is part"),
+        ({"update": "servers"}, "given no optimizer, and update is 'servers': that is part"),
+        (
+            {"scaler": torch.amp.GradScaler("cpu")},
+            "given no optimizer, and a scaler was given",
+        ),
     ],
 )
 def test_what_needs_the_optimizer_is_refused_without_one(settings: Any, told: str) -> None:

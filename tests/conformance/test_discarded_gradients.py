@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ from tests.conformance.parity import (
     check_world_of_two,
     make_batches,
     servers_only,
-    small_model,
     with_sgd,
 )
 
@@ -87,28 +87,46 @@ def test_a_layer_that_the_next_step_does_not_use(architecture: str) -> None:
     check_world_of_two(with_sgd(_Skipping), loop, batches_of(2, count=5), **settings)
 
 
-@pytest.mark.parametrize("about", [{}, {"slice_elems": 3}])
-def test_a_discarded_gradient_stays_so_though_somebody_holds_it(about: dict[str, Any]) -> None:
-    """On one rank only; then its parameter is frozen, and the step is made without it."""
-    holders: list[Sequence[Batch]] = []
+class _LeavingOut(_Skipping):
+    """Does not use its second layer in the pass ``without``, counted from 0."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average: Average) -> None:
-        holders.append(batches)
-        holds = batches is holders[0]
-        held = []
+    without = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number, self.passes = self.passes, self.passes + 1
+        hidden = self.first(x)
+        return self.last(hidden if number == self.without else self.second(hidden))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize(("way", "at"), [("optimizer", 2), ("by hand", 2), ("by hand", 0)])
+def test_a_discarded_gradient_that_one_rank_still_holds(
+    way: str, at: int, skips: bool, architecture: str
+) -> None:
+    """As the thread does that sends it: whether it is still there decides nothing."""
+    held: list[torch.Tensor | None] = []
+
+    def loop(model: Any, optimizer: Any, batches: Sequence[Batch], average: Average) -> None:
+        model.without = at + 1
         for number, (x, y) in enumerate(batches):
-            if number == len(batches) - 1:
-                model[2].requires_grad_(False)
             F.cross_entropy(model(x), y).backward()
+            if number == at:
+                if threading.current_thread().name == "rank-0":
+                    held.extend(p.grad for p in model.second.parameters())
+                if way == "by hand":
+                    for parameter in model.second.parameters():
+                        parameter.grad = None
             average(model)
-            if number == len(batches) - 2:
-                for parameter in model.parameters():
-                    parameter.grad.mul_(0.5)  # type: ignore[union-attr]  # waits for no average
-            else:
-                nn.utils.clip_grad_value_(model.parameters(), 0.05)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+            if not (skips and number == at):
                 optimizer.step()
-            if holds:
-                held += [p.grad for p in model.parameters()]
             optimizer.zero_grad()
 
-    check_contract(with_sgd(small_model, momentum=0.9), loop, steps=4, **about)
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = _LeavingOut()
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    check_contract(build, loop, steps=5, architecture=architecture)

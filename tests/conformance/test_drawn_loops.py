@@ -213,6 +213,13 @@ def test_a_factor_before_another_pass() -> None:
         check_loop("sgd", [usual, usual, scaled, usual])
 
 
+def test_a_frozen_layer_and_a_last_step_that_is_not_made() -> None:
+    """The round is ended without it: a collective would wait for its gradient."""
+    usual = Step(1, "nothing", False, "optimizer", None, None, False)
+    last = [usual._replace(change="freeze"), usual._replace(skips=True)]
+    check_loop("sgd", [usual, *last], architecture="ring")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(5))
 def test_many_more_loops(part: int) -> None:

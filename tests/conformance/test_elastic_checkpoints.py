@@ -195,7 +195,7 @@ class Script:
             if change.joins:
                 self.back.set()
 
-        session._training.backends.all[0].notices.attendance.on_membership.append(call)
+        session._training.backends.all[0].members.notices.attendance.on_membership.append(call)
 
 
 def newest(folder: Path) -> Checkpoint:

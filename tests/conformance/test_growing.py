@@ -146,7 +146,7 @@ class Grown:
             if change.joins:
                 self.heard[change.rank].set()
 
-        session._training.backends.all[0].notices.attendance.on_membership.append(call)
+        session._training.backends.all[0].members.notices.attendance.on_membership.append(call)
 
     def _let_come(self, step: int) -> None:
         for rank, at in self.comes.items():

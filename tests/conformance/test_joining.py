@@ -156,7 +156,7 @@ class Joined:
         return all(each.is_set() for each in self.back.values())
 
     def listen(self, session: Any, heard: list[tuple[int, tuple[int, ...]]]) -> None:
-        notices = session._training.backends.all[0].notices
+        notices = session._training.backends.all[0].members.notices
 
         def call(change: MemberChange, ranks: Sequence[int]) -> None:
             heard.append((change.step, tuple(ranks)))

@@ -118,7 +118,7 @@ class Lives:
             if change.joins:
                 self.back.set()
 
-        session._training.backends.all[0].notices.attendance.on_membership.append(call)
+        session._training.backends.all[0].members.notices.attendance.on_membership.append(call)
 
     def _train(
         self, world: World, name: str, model: Any, optimizer: Any, session: Any, loader: Any

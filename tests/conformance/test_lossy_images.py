@@ -25,11 +25,13 @@ from tests.conformance.matrices import few
 from tests.conformance.parity import (
     Batch,
     Build,
+    Trained,
     batches_of,
     build_seeded,
     check_same_bits,
     run_foreprop,
     servers_only,
+    train_classifier,
     with_sgd,
 )
 from tests.conformance.scaler_runs import make_scaler
@@ -106,6 +108,26 @@ def test_images_of_every_codec_are_the_same_bits_everywhere(codec: str, ranks: i
 def test_images_are_the_same_bits_everywhere(model: str, ranks: int, codec: str) -> None:
     build, by_rank = data_of(model, ranks)
     check_alike(run(build, by_rank, compression=codec))
+
+
+@pytest.mark.parametrize("local_size", [1, *long_cases(2)])
+@pytest.mark.parametrize("codec", SHOWN)
+def test_what_is_encoded_is_not_cast_and_the_rest_is(codec: str, local_size: int) -> None:
+    by_rank = batches_of(2 * local_size)
+
+    def trained(**settings: Any) -> Trained:
+        about = {"local_size": local_size, "slice_elems": 20, "update": "servers", **settings}
+        first, *others = run_foreprop(with_sgd(), train_classifier, by_rank, **about)
+        for other in others:
+            check_same_bits(other.model, first.model)
+        return first
+
+    cast = trained(wire_dtype="bfloat16")
+    some = trained(wire_dtype="bfloat16", compression={"0.weight": codec})
+    everything = trained(wire_dtype="bfloat16", compression=codec)
+    if local_size == 1:  # else relays encode
+        assert some.stats["pushed_bytes"] < cast.stats["pushed_bytes"]
+    check_same_bits(everything.model, trained(compression=codec).model)
 
 
 @pytest.mark.parametrize(
@@ -391,21 +413,6 @@ def test_what_does_not_fit_is_refused() -> None:
         wrong = {"residuals": {"0.weight": {"error": torch.zeros(3)}}}
         with pytest.raises(ConfigError, match=r"3 elements of 0.weight's error, which has 35"):
             session.load_state_dict([wrong])
-
-
-# Refused.
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"update": "workers"}, "compression is 'int8', which is done where servers update"),
-        ({"wire_dtype": "bfloat16"}, "wire_dtype is 'bfloat16'; leave one of them out"),
-        ({"slice_elems": "auto"}, "slice_elems is 'auto', which changes slices"),
-    ],
-)
-def test_what_lossy_codecs_do_not_go_together_with(settings: Any, says: str) -> None:
-    model, optimizer = build_seeded(with_sgd())
-    with pytest.raises(ConfigError, match=says):
-        foreprop.parallelize(model, optimizer, world=worlds(1)[0], compression="int8", **settings)
 
 
 def test_a_loop_that_needs_its_gradients_is_told_so() -> None:

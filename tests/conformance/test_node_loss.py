@@ -255,20 +255,6 @@ def test_a_substitute_that_is_gone_is_not_waited_for_when_the_session_is_over(
         greet_at(*about, look)
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"wire_dtype": "bfloat16"}, "wire_dtype is 'bfloat16': servers have more"),
-        ({"ema": 0.9}, "ema is 0.9"),
-        ({"servers_per_node": 2}, "servers_per_node is 2: a node has one server"),
-        ({"workers_per_node": 2}, "workers_per_node is 2: a node that dies has one worker"),
-    ],
-)
-def test_what_would_die_with_a_node_is_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        Config(**BESIDE, **settings)
-
-
 @pytest.mark.parametrize("settings", [{}, {"elastic": True, "dedicated_servers": 1}])
 def test_buddies_are_for_servers_beside_elastic_workers(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="buddy_steps is 5"):

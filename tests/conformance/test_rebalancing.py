@@ -97,10 +97,13 @@ def check_same(moved: Sequence[Trained], stayed: Sequence[Trained]) -> None:
     ("build", "settings"),
     [
         (with_adam, {"ema": 0.9}),
+        (with_sgd(), {"wire_dtype": "bfloat16", "compression": "lossless"}),
+        (with_adam, {"wire_dtype": "bfloat16", "update": "servers"}),
+        pytest.param(with_adam, {"compression": "lossless"}, marks=pytest.mark.long),
         pytest.param(with_sgd(), {}, marks=pytest.mark.long),
         pytest.param(with_sgd(with_batch_norm), {}, marks=pytest.mark.long),
     ],
-    ids=["adamw", "sgd", "batch norm"],
+    ids=["adamw", "cast", "cast by servers", "lossless", "sgd", "batch norm"],
 )
 def test_moving_slices_there_and_back_changes_no_bits(
     build: Build,

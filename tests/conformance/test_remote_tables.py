@@ -735,7 +735,11 @@ def test_what_is_refused() -> None:
     words = remote(Words)
     _refused(with_optimizer(words), "any architecture but 'ring'", architecture="ring")
     _refused(with_optimizer(words), r"table\.weight is on.*, and", dense_parameters="*")
-    _refused(with_optimizer(words), "architecture='auto' may begin anew", architecture="auto")
+    _refused(
+        with_optimizer(words),
+        "is 'auto': the session may begin anew",
+        architecture="auto",
+    )
     _refused(with_optimizer(words, torch.optim.Adam), "optimizer is Adam, which cannot be used")
     _refused(with_optimizer(words, momentum=0.9), "momentum of parameter group 0")
     _refused(with_optimizer(words), r"table_init has 'normal\(1\)'", table_init="normal(1)")
@@ -760,7 +764,7 @@ def test_all_tables_that_are_refused_alike_are_named() -> None:
     both = r"parameter first\.weight, parameter second\.weight are on the meta device"
     _refused(with_optimizer(lambda: TwoTables(sparse=False)), both)
     _refused(with_optimizer(TwoTables), both, architecture="ring")
-    both = r"parameter first\.weight, second\.weight are on the meta device, and .*'auto' may begin"
+    both = r"parameter first\.weight, second\.weight are on the meta device, and .* is 'auto': the"
     _refused(with_optimizer(TwoTables), both, architecture="auto")
     many = r"parameter 0\.bias, .* parameter 9\.bias and 4 more are on the meta device"
     _refused(with_optimizer(lambda: nn.Sequential(*(DenseOnMeta().out for _ in range(12)))), many)

@@ -27,6 +27,7 @@ from foreprop.checkpoints import stored, writing
 from foreprop.checkpoints.stored import SHARED, CheckpointFolder
 from foreprop.cluster.world import World
 from foreprop.errors import ConfigError, ForepropError, StorageError
+from foreprop.quantities import counted
 from tests.cluster import run_cluster
 from tests.conformance.parity import check_same_bits, check_same_optimizer_state, once, seeded
 from tests.tiers import long_cases
@@ -408,7 +409,7 @@ def test_with_another_number_of_ranks(
     assert first["first"] == 7 // every * every
     for other in others:
         check_same_bits(other["model"], first["model"])
-    made = f"which {before} ranks made: {after} do not make the same bits"
+    made = f"which {counted(before, 'rank')} made: {after} do not make the same bits"
     assert made in caplog.text
     assert "samples are divided anew from" in caplog.text
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from foreprop.compression.codecs import make
-from foreprop.compression.pushcodecs import PushCodecs
 from foreprop.config import Config
 from foreprop.core.codec import Place
 from foreprop.core.wire import Flag, Kind
@@ -45,8 +44,7 @@ def test_a_push_with_a_code_that_nobody_gives(name: str) -> None:
 @pytest.mark.parametrize("name", CODES)
 def test_a_reply_with_a_code_that_nobody_gives(name: str) -> None:
     code, says = CODES[name]
-    with engine(compression="lossless") as (worker, (server,)):
-        PushCodecs(worker)
+    with engine(coded=True, compression="lossless") as (worker, (server,)):
         worker.push(0, 1)
         server.expect(Kind.PUSH)
         server.send(Kind.REPLY, gradient(0.5), step=1)
@@ -126,8 +124,7 @@ def test_residuals_that_a_relay_has_not(name: str) -> None:
 
 
 def test_a_difference_before_any_values() -> None:
-    with engine(compression="lossless") as (worker, (server,)):
-        PushCodecs(worker)
+    with engine(coded=True, compression="lossless") as (worker, (server,)):
         worker.push(0, 1)
         server.expect(Kind.PUSH)
         server.send(Kind.REPLY, b"\0" * 20, step=1)

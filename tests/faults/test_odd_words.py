@@ -159,9 +159,9 @@ def test_what_a_server_cannot_mean(name: str) -> None:
     elastic = kind in (GONE, COME)
     with engine(elastic=elastic) as (made, (server,)):
         if elastic:
-            MemberNotices(made)
+            made.receivers.add(MemberNotices(made))
         else:
-            made.use(PaceKeeper(made, [0]))
+            made.receivers.add(PaceKeeper(made, [0]))
         made.steps = 8
         made.push(0, 1)
         server.expect(Kind.PUSH)
@@ -175,6 +175,7 @@ def test_all_have_left_and_this_one_too() -> None:
     """Nobody is left to say so; it goes on, and hears more."""
     with engine(elastic=True) as (made, (server,)):
         notices = MemberNotices(made)
+        made.receivers.add(notices)
         made.push(0, 1)
         server.expect(Kind.PUSH)
         for rank in (1, 0):

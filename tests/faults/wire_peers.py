@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import torch
 
+from foreprop.compression.pushcodecs import PushCodecs
 from foreprop.config import Config
 from foreprop.core.authentication import NONCE_BYTES, Channel, ConnectingSide, Subject
 from foreprop.core.manifest import Manifest, OptimizerInfo, ParameterInfo
@@ -26,7 +28,7 @@ from foreprop.link.stream import SocketStream, listen, load_checksum
 from foreprop.path.server import Server
 from foreprop.path.worker import WorkerEngine
 from foreprop.servers.composed import ServerComposer
-from foreprop.servers.served import add_features
+from foreprop.servers.served import add_features, features_of
 from foreprop.version import __version__
 
 SESSION = "a-session"
@@ -313,7 +315,7 @@ class FakeServer(Client):
 
 @contextlib.contextmanager
 def engine(
-    *, servers: int = 1, **settings: Any
+    *, servers: int = 1, coded: bool = False, **settings: Any
 ) -> Iterator[tuple[WorkerEngine, Sequence[FakeServer]]]:
     """A worker (rank 0 of 2) that has joined, and the fake servers that it is connected to."""
     pairs = [socket.socketpair() for _ in range(servers)]
@@ -322,7 +324,13 @@ def engine(
     manifest = manifest_of(servers=servers, knobs=config.knobs(servers))
     streams = [SocketStream(near, f"server {i}") for i, (near, _) in enumerate(pairs)]
     made = WorkerEngine(manifest, [Memory(), Memory()], streams, rank=0, config=config)
-    add_features(made)
+    _, norm = add_features(made)
+    features = features_of(norm)
+    if coded:
+        codecs = PushCodecs(made)
+        made.receivers.put_before(codecs)
+        features = replace(features, encode=codecs.encode)
+    made.compose(features)
     try:
         for fake in fakes:
             fake.send(Kind.WELCOME)

@@ -135,12 +135,12 @@ def test_what_needs_all_gradients_of_a_step_is_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("FOREPROP_LOCAL_AGGREGATION", "on")
     with pytest.raises(ConfigError) as raised:
         simulate_lab(setting(staleness=2, workers_per_node=2))
-    assert "and local_aggregation is 'on', which is for ranks in the same" in str(raised.value)
+    assert "and local_aggregation is 'on': each rank's push is an update" in str(raised.value)
     monkeypatch.delenv("FOREPROP_LOCAL_AGGREGATION")
     monkeypatch.setenv("FOREPROP_CLIP_GRAD_NORM", "1.0")
     with pytest.raises(ConfigError) as raised:
         simulate_lab(setting(staleness=2))
-    assert "clip_grad_norm is 1.0, which is for ranks in the same step" in str(raised.value)
+    assert "clip_grad_norm is 1.0: each rank's push is an update by itself" in str(raised.value)
 
 
 def test_the_command(tmp_path: Any) -> None:

@@ -115,7 +115,7 @@ def train(plan: Plan, rank: int, result: dict[str, Any]) -> None:
         cut_frame(Kind.PUSH, *plan.cuts[str(rank)], lambda: die(rank, result))
     write(rank, {"began_s": time.monotonic()})
     joined = threading.Event()
-    notices = session._training.backends.all[0].notices  # type: ignore[attr-defined]
+    notices = session._training.backends.all[0].members.notices  # type: ignore[attr-defined]
     notices.attendance.on_membership.append(lambda *_: notices.arrivals and joined.set())
     result["joined_at"] = session.joined_at
     loop = None if saved is None else foreprop.checkpoint(saved, every=plan.every)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from foreprop.core.collect import SliceUpdated
-from foreprop.core.counting_server import CountingServer
+from foreprop.core.collect import AnswerSlice, DropPush, SliceUpdated, UpdateSlice
+from foreprop.core.firstmembers import FirstMembers
 from foreprop.core.frames import (
     Finish,
     FrameSent,
@@ -24,15 +25,13 @@ from foreprop.core.frames import (
     ValueArrived,
 )
 from foreprop.core.membership import (
-    AnswerSlice,
     CountedLog,
     CountedReplay,
-    DropPush,
     MemberLeft,
     Members,
     PeerDropped,
-    UpdateCounted,
 )
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from tests.unit.exploration import explore_states
@@ -52,6 +51,25 @@ class Pushed(NamedTuple):
 class Answered(NamedTuple):
     frame: SendFrame
     story: Story
+
+
+def counting_server(
+    slices: Sequence[Slice],
+    members: Members,
+    names: Sequence[str],
+    *,
+    index: int = 0,
+    replay: CountedReplay | None = None,
+) -> ServerMachine:
+    """One that closes slices with the pushes that count."""
+    return ServerMachine(
+        slices,
+        index=index,
+        workers=members.workers,
+        order="priority",
+        names=names,
+        closing=partial(FirstMembers, members=members, replay=replay),
+    )
 
 
 class World:
@@ -87,18 +105,17 @@ class World:
         )
         self.members = [Members(workers, backups=backups, started=started) for _ in range(servers)]
         self.servers = [
-            CountingServer(
+            counting_server(
                 pieces,
+                self.members[index],
+                [f"p{number}" for number in range(slices)],
                 index=index,
-                members=self.members[index],
-                order="priority",
-                names=[f"p{number}" for number in range(slices)],
                 replay=read[index] if read else None,
             )
             for index in range(servers)
         ]
         self.stories: list[Story] = [()] * slices
-        self.updating: list[UpdateCounted | None] = [None] * servers
+        self.updating: list[UpdateSlice | None] = [None] * servers
         self.gradients: dict[tuple[int, int], Pushed] = {}
         """At the servers, by slice and rank."""
         self.tokens: dict[int, Story] = {}
@@ -143,13 +160,13 @@ class World:
         servers = [
             (
                 [
-                    (c.done, c.step, c.pushed, c.closing, c.late, c.last)
-                    for c in s._collected.values()
+                    (c.done, c.rounds, c.updating, sorted(c.owed), c.last)
+                    for c in s._states.values()
                 ],
                 s._updates.items(),
                 s._updating,
-                [frame._replace(token=0) for frame in s._lanes.items()],
-                sorted(s._lanes._busy),
+                [frame._replace(token=0) for frame in s._replies.lanes.items()],
+                sorted(s._replies.lanes._busy),
             )
             for s in self.servers
         ]
@@ -158,7 +175,9 @@ class World:
             link: [(each.frame._replace(token=0), each.story) for each in queue]
             for link, queue in self.to_worker.items()
         }
-        waiting = [self.tokens[frame.token] for s in self.servers for frame in s._lanes.items()]
+        waiting = [
+            self.tokens[frame.token] for s in self.servers for frame in s._replies.lanes.items()
+        ]
         own = (self.stories, self.updating, self.known, self.pushed, self.answered, self.newer)
         ends = sorted(self.dead), sorted(self.gone), sorted(self.byes), self.finished
         links = self.to_server, answers, sorted(self.unsent), waiting, self.reads, self.gradients
@@ -248,7 +267,8 @@ class World:
     def _update(self, server: int) -> None:
         due, self.updating[server] = self.updating[server], None
         assert due is not None
-        (slice_, step, ranks, *_), counted = due
+        slice_, step, ranks, counted = *due[:3], due.counted
+        assert counted is not None
         story = self.stories[slice_]
         assert len(story) == step - 1
         for rank in counted:
@@ -281,7 +301,7 @@ class World:
                     self._send_off(*link)
             elif isinstance(instruction, AnswerSlice):
                 waiting.extendleft(reversed(self._bind(server, instruction)))
-            elif isinstance(instruction, UpdateCounted):
+            elif isinstance(instruction, UpdateSlice):
                 assert self.updating[server] is None, "two updates at once"
                 self.updating[server] = instruction
             elif isinstance(instruction, DropPush):

@@ -66,7 +66,7 @@ class JoiningWorld(World):
         newcomers = [
             (
                 sorted(each._members.promised.items()),
-                [(r, a.step, sorted(a.behind)) for r, a in each._newcomers.awaiting.items()],
+                [(r, a.step, sorted(a.behind)) for r, a in each.closing.newcomers.awaiting.items()],
                 sorted(each._members.since.items()),
             )
             for each in self.servers

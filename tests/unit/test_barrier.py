@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foreprop.core.barrier import OUTSIDE, NormCombiner, StepBarrier
+from foreprop.core.closing import AllMembers
 from foreprop.core.collect import SliceSummed, SliceUpdated, SumSlice, UpdateSlice
 from foreprop.core.frames import NormArrived, PushArrived, SendFrame, SendNormPart
 from foreprop.core.norm import ZERO, SquareSum
@@ -24,6 +25,7 @@ def make(*, needs_norm: bool = True, reply: Reply = "broadcast", index: int = 0)
     own = sum(piece.server == index for piece in SLICES)
     return ServerMachine(
         SLICES,
+        closing=AllMembers,
         index=index,
         workers=2,
         order="priority",
@@ -150,6 +152,7 @@ def test_without_priorities_updates_go_in_the_order_of_the_sums() -> None:
     barrier = StepBarrier(2)
     machine = ServerMachine(
         SLICES,
+        closing=AllMembers,
         index=0,
         workers=1,
         order="fifo",

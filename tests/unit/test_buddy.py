@@ -18,8 +18,7 @@ from foreprop.core.buddy import (
     buddy_of,
     most_lost,
 )
-from foreprop.core.collect import SliceUpdated
-from foreprop.core.counting_server import CountingServer
+from foreprop.core.collect import AnswerSlice, SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     LAST_PRIORITY,
     NO_TOKEN,
@@ -30,10 +29,11 @@ from foreprop.core.frames import (
     SendFrame,
     ValueArrived,
 )
-from foreprop.core.membership import AnswerSlice, Members, PeerDropped, UpdateCounted
+from foreprop.core.membership import Members, PeerDropped
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import RemoteProtocolError
+from tests.unit.counting_world import counting_server
 
 BUDDY = 1
 
@@ -43,9 +43,7 @@ class Buddied:
 
     def __init__(self, *, slices: int = 1, every: int = 2, ranks: int = 2) -> None:
         planned = plan_slices([slices], [4], Partition(slice_elems=1))
-        inner = CountingServer(
-            planned, index=0, members=Members(ranks), order="priority", names=["p"]
-        )
+        inner = counting_server(planned, Members(ranks), ["p"])
         for number in range(slices):
             inner.handle(ValueArrived(0, number, 0, 0))
         self.ranks = range(ranks)
@@ -59,7 +57,7 @@ class Buddied:
         """All push the slice, and it is updated."""
         for rank in self.ranks:
             told = self.machine.handle(PushArrived(rank, slice_, step, 3, flags))
-        assert [type(each) for each in told] == [UpdateCounted]
+        assert [type(each) for each in told] == [UpdateSlice]
         self.do(self.machine.handle(SliceUpdated()))
 
     def do(self, instructions: Sequence[Any]) -> None:

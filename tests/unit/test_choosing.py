@@ -96,22 +96,6 @@ def test_what_says_nothing_is_refused(value: Any, says: str) -> None:
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"architecture": "auto"},
-        {"architecture": "ring"},
-        {"check_stale": True},
-    ],
-)
-def test_what_it_does_not_go_together_with_is_named(other: dict[str, Any]) -> None:
-    (name,) = other
-    with pytest.raises(ConfigError) as error:
-        Config(compression="lossless", **other)
-    assert "compression is 'lossless'" in str(error.value)
-    assert name in str(error.value)
-
-
 def check_refused(says: str, compression: Any, **facts: Any) -> None:
     config = Config(compression=compression)
     with pytest.raises(ConfigError) as error:

@@ -124,7 +124,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lanes": "two"}, "lanes is 'two'; it must be one of ['peers', 'one']"),
     (
         {"lanes": "one", "order": "fifo"},
-        "lanes is 'one' and order is 'fifo'; one lane goes by priority: set order='priority'",
+        "lanes is 'one', and order is 'fifo': one lane goes by priority; set order='priority'",
     ),
     ({"placement": None}, "placement is None; it must be one of ['round_robin', 'kvstore'"),
     ({"reply": ["pull"]}, "reply is ['pull']; it must be one of ['broadcast', 'notify'"),
@@ -142,7 +142,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"architecture": "ring", "local_aggregation": "on"},
-        "local_aggregation is 'on', which is for servers; architecture is 'ring'",
+        "architecture is 'ring', and local_aggregation is 'on': ranks in a ring are ordered",
     ),
     ({"workers_per_node": 0}, "workers_per_node is 0; it must be at least 1"),
     ({"workers_per_node": "2"}, "workers_per_node is '2'; it must be int or nothing"),
@@ -164,11 +164,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"architecture": "ps"}, "architecture is 'ps'; set dedicated_servers to their number"),
     (
         {"architecture": "ring", "dedicated_servers": 2},
-        "architecture is 'ring', which has no dedicated_servers; there are to be 2",
+        "architecture is 'ring', and dedicated_servers is 2: there are no dedicated servers",
     ),
     (
         {"architecture": "ring", "link_rate_bits_per_s": 1e6},
-        "link_rate_bits_per_s paces foreprop's own connections",
+        "link_rate_bits_per_s is 1000000.0: foreprop paces its own connections",
     ),
     ({"chunk_elems": 0}, "chunk_elems is 0; it must be at least 1"),
     ({"reduction": "max"}, "reduction is 'max'; it must be one of ['mean', 'sum']"),
@@ -178,7 +178,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"clip_grad_norm": -1.0}, "clip_grad_norm is -1.0; it must be above 0"),
     (
         {"clip_grad_norm": 1.0, "clip_grad_value": 2.0},
-        "clip_grad_norm is 1.0 and clip_grad_value is 2.0; set one of them",
+        "clip_grad_norm is 1.0, and clip_grad_value is 2.0: a gradient is clipped by one rule; set",
     ),
     ({"chunks_in_flight": 0}, "chunks_in_flight is 0; it must be at least 1"),
 ]
@@ -361,7 +361,7 @@ def test_automatic_codecs_are_checked() -> None:
     assert Config.resolve(compression="auto:int8").compression == "auto:int8"
     with pytest.raises(ConfigError, match="after auto: comes the lossiest codec"):
         Config.resolve(compression="auto:most")
-    with pytest.raises(ConfigError, match="chooses codecs for float32, and wire_dtype is"):
+    with pytest.raises(ConfigError, match="compression is 'auto': the codes that"):
         Config.resolve(compression="auto", wire_dtype="bfloat16")
     with pytest.raises(ConfigError, match="takes bf16 or fp16 for all"):
         Config.resolve(compression="auto", architecture="ring")

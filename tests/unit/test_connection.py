@@ -187,7 +187,7 @@ def test_every_kind_of_frame_has_an_owner_on_its_side() -> None:
         set(Kind) - FROM_SERVERS - OF_BUDDIES
     )
     with engine() as (made, _):
-        owned = {kind for service in made._services for kind in service.kinds}
+        owned = {Kind(kind) for kind in made.receivers}
     later = {Kind.PACE_REPORT, Kind.LEFT}  # when a window of steps has ended; if it is elastic
     assert owned | later == FROM_SERVERS | {Kind.NORM, Kind.FAILURE}
 

@@ -66,7 +66,7 @@ def test_an_announcement_names_no_path(tmp_path: Path) -> None:
         expected = {"step_timeout_s": 7.0, "trace": trace, "secret_file": None}
         mine = command._config
         expected |= {"interface": mine.interface, "port_range": mine.port_range}
-        expected |= {"counted_log": None, "counted_replay": None}
+        expected |= {"counted_log": None, "counted_replay": None, "plugins": None}
         assert made == expected
     assert "the script asks for traces; set FOREPROP_TRACE" in command.said[0]
 

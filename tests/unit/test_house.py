@@ -29,7 +29,7 @@ ORDER = (
     "errors quantities version datasets durable core config workload model simulate"
     " observe link cluster path hooks compiled numerics compression gradients tables relays"
     " staleness elastic buddies stragglers servers collectives data auto checkpoints session"
-    " integrations callbacks report run doctor compare lab demo cli"
+    " integrations conformance callbacks report run doctor compare lab demo cli"
 ).split()
 BESIDE = {"experiments", "benchmarks", "tests"}
 """Folders that are in no wheel."""

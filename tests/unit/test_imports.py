@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-MOST_MODULES = 57  # of these a step that workers make takes three
-MOST_LINES = 11_600
+MOST_MODULES = 58  # of these a step that workers make takes three
+MOST_LINES = 11_750
 
 NEVER = (
     "numerics compression tables relays staleness elastic buddies collectives data auto workload"

@@ -161,5 +161,5 @@ def test_what_is_no_late_node_is_told(text: str) -> None:
 def test_late_nodes_that_are_not_there_are_told() -> None:
     with pytest.raises(ConfigError, match="late_nodes has node 4; there are 0 to 3"):
         Config(late_nodes="4").knobs(4)
-    with pytest.raises(ConfigError, match="late_nodes is '3', which is for servers beside"):
+    with pytest.raises(ConfigError, match="late_nodes is '3': these have servers beside"):
         Config(late_nodes="3", dedicated_servers=2)

@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreprop.config import Config
 from foreprop.core.lateness import Cause, Straggler
 from foreprop.core.linkshares import WHOLE, as_setting, rates_on, shares_of
 from foreprop.core.linkwatch import LinkWatch, describe_move, is_worth_moving
-from foreprop.errors import ConfigError
 
 PAUSE_S = 10.0
 
@@ -90,21 +88,3 @@ def test_a_move_is_told_by_who_changed() -> None:
 def test_rates_become_a_setting_and_rates_again(rates: list[float]) -> None:
     assert rates_on(len(rates), as_setting(rates)) == rates
     assert sum(shares_of(rates)) == pytest.approx(WHOLE, abs=len(rates))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"architecture": "ring"},
-        {"architecture": "hybrid"},
-        {"dedicated_servers": 2},
-        {"placement": "kvstore"},
-        {"local_aggregation": "on"},
-        {"link_rate_bits_per_s": 1e9},
-        {"wire_dtype": "bfloat16"},
-    ],
-)
-def test_what_does_not_go_with_moving_is_told(other: dict[str, object]) -> None:
-    ((name, value),) = other.items()
-    with pytest.raises(ConfigError, match=f"rebalance_s is 60, .* {name}={value!r}; leave out"):
-        Config(rebalance_s=60, **other)  # type: ignore[arg-type]

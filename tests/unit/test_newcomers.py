@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 
-from foreprop.core.collect import SliceUpdated
-from foreprop.core.counting_server import CountingServer
+from foreprop.core.collect import AnswerSlice, DropPush, SliceUpdated, UpdateSlice
 from foreprop.core.frames import Finish, PeerLeft, PushArrived, ValueArrived
 from foreprop.core.membership import (
-    AnswerSlice,
-    DropPush,
     MemberLeft,
     Members,
     PeerDropped,
-    UpdateCounted,
 )
 from foreprop.core.newcomers import (
     BEGUN_STEPS,
@@ -26,10 +22,11 @@ from foreprop.core.newcomers import (
     JoinSettled,
     MemberJoined,
 )
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.errors import RemoteProtocolError
 from tests.tiers import long_cases
-from tests.unit.counting_world import explore, replayed, run, sets_of
+from tests.unit.counting_world import counting_server, explore, replayed, run, sets_of
 from tests.unit.joining_world import JoiningWorld
 
 LONG = pytest.mark.long
@@ -111,14 +108,12 @@ def test_the_world_notices_a_step_that_counts_it_too_early(monkeypatch: pytest.M
 
 
 # One server by itself.
-def server_of(workers: int = 3, slices: int = 2, started: int | None = None) -> CountingServer:
+def server_of(workers: int = 3, slices: int = 2, started: int | None = None) -> ServerMachine:
     """All have the values; the last was lost at once, or those from ``started`` on never came."""
-    server = CountingServer(
+    server = counting_server(
         [Slice(number, number, 0, 1, 0) for number in range(slices)],
-        index=0,
-        members=Members(workers, started=started),
-        order="priority",
-        names=[f"p{number}" for number in range(slices)],
+        Members(workers, started=started),
+        [f"p{number}" for number in range(slices)],
     )
     for number in range(slices):
         server.handle(ValueArrived(0, number, 0, number))
@@ -127,17 +122,17 @@ def server_of(workers: int = 3, slices: int = 2, started: int | None = None) -> 
     return server
 
 
-def make_step(server: CountingServer, step: int, ranks: Any, slices: Any = (1, 0)) -> list[Any]:
+def make_step(server: ServerMachine, step: int, ranks: Any, slices: Any = (1, 0)) -> list[Any]:
     """The answers, of the last layer first."""
     said: list[Any] = []
     for slice_ in slices:
         for rank in ranks:
             said += server.handle(PushArrived(rank, slice_, step, slice_, 0))
         said += server.handle(SliceUpdated())
-    return [each for each in said if not isinstance(each, UpdateCounted)]
+    return [each for each in said if not isinstance(each, UpdateSlice)]
 
 
-def join(server: CountingServer, step: int, rank: int = 2, newest: int = 0) -> list[Any]:
+def join(server: ServerMachine, step: int, rank: int = 2, newest: int = 0) -> list[Any]:
     (answer,) = server.handle(JoinAsked(rank, step))
     assert isinstance(answer, AnswerJoin)
     assert answer.step == step
@@ -156,7 +151,7 @@ def test_a_newcomer_is_sent_all_values_when_all_are_there_and_the_first_layer_s_
     assert server.describe_wait(1, 2) == "p1 waits for the push of rank 2"
     joined, due = server.handle(JoinSettled(2, 4, 1))
     assert joined == MemberJoined(2, 4)
-    assert isinstance(due, UpdateCounted)
+    assert isinstance(due, UpdateSlice)
     assert due.counted == (0, 1)
     assert server.handle(SliceUpdated()) == [AnswerSlice(1, 2, 1, (0, 1))]
     make_step(server, 2, (0, 1), slices=[0])
@@ -194,7 +189,7 @@ def test_a_later_wish_takes_the_place_of_a_promise() -> None:
             assert server.handle(PushArrived(rank, slice_, 1, slice_, 0)) == []
     answer, due = server.handle(JoinAsked(2, 7))
     assert answer == AnswerJoin(2, 7, 3, 0)
-    assert isinstance(due, UpdateCounted)
+    assert isinstance(due, UpdateSlice)
     with pytest.raises(RemoteProtocolError, match="joins from step 3, which is not promised"):
         server.handle(JoinSettled(2, 3, 0))
 

@@ -21,7 +21,7 @@ from foreprop.auto.planning import Outlook, Plan, plan_session, preset_of
 from foreprop.cluster.rendezvous import Board
 from foreprop.cluster.world import solitary_world
 from foreprop.config import PRESETS, Config
-from foreprop.errors import ConfigError, TransportError
+from foreprop.errors import TransportError
 from foreprop.model.deployment import ACKNOWLEDGED
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
@@ -322,19 +322,3 @@ def test_predicted_and_measured_are_told_side_by_side(monkeypatch: pytest.Monkey
 def test_a_plan_crosses_the_store() -> None:
     plan = Plan(frozenset({"a"}), "p2p", 6250, 0.2, "text")
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
-
-
-# What cannot be.
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"architecture": "ring"}, "architecture='ring', granularity='slice' there are no slices"),
-        ({"granularity": "array"}, "granularity='array' there are no slices"),
-        ({"dedicated_servers": 2}, "with dedicated_servers=2 give a number"),
-    ],
-)
-def test_automatic_slices_where_there_are_none(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Config(slice_elems="auto", **settings)
-    assert told in str(caught.value)
-    assert "slice_elems is 'auto'" in str(caught.value)

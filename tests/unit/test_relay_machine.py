@@ -23,8 +23,9 @@ from foreprop.core.frames import (
     SendFrame,
     ValueArrived,
 )
-from foreprop.core.relay_machine import RelayMachine, workers_of_node
+from foreprop.core.relay_machine import PassedUpwards, relay_machine, workers_of_node
 from foreprop.core.sendqueue import Order, Reply
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError, RemoteProtocolError
@@ -34,10 +35,13 @@ SLICES = (Slice(0, 0, 0, 1, 0), Slice(1, 0, 1, 2, 1), Slice(2, 1, 0, 1, 0))
 PRIORITY = {0: 0, 2: 1}
 
 
-def make(reply: Reply = "broadcast", *, node: int = 1, order: Order = "priority") -> RelayMachine:
+Relay = ServerMachine[PassedUpwards]
+
+
+def make(reply: Reply = "broadcast", *, node: int = 1, order: Order = "priority") -> Relay:
     """Of a node with two workers; on node 1 these are ranks 2 and 3."""
     peers = workers_of_node(node, 4, 2)
-    return RelayMachine(SLICES, server=0, peers=peers, order=order, reply=reply, names=["a", "b"])
+    return relay_machine(SLICES, server=0, peers=peers, order=order, reply=reply, names=["a", "b"])
 
 
 def push(worker: int, slice_: int, step: int = 1, flags: int = 0) -> PushArrived:
@@ -52,11 +56,11 @@ def answer(slice_: int, step: int = 1, flags: int = 0) -> ReplyArrived:
     return ReplyArrived(slice_, step, SERVER, PRIORITY[slice_], flags)
 
 
-def handle_all(machine: RelayMachine, events: Iterable[object]) -> list[object]:
+def handle_all(machine: Relay, events: Iterable[object]) -> list[object]:
     return [instruction for event in events for instruction in machine.handle(event)]
 
 
-def pushed_on(machine: RelayMachine, slice_: int, step: int = 1) -> list[object]:
+def pushed_on(machine: Relay, slice_: int, step: int = 1) -> list[object]:
     """Both workers push, the sum is made, and has left."""
     events = [push(0, slice_, step), push(1, slice_, step)]
     assert handle_all(machine, events) == [UpdateSlice(slice_, step, (0, 1))]
@@ -82,22 +86,22 @@ def test_one_push_leaves_when_every_worker_has_pushed_and_the_answer_goes_to_all
     assert machine.incomplete() == [(0, 1)]
     assert machine.describe_wait(0, 1) == "a waits for the push of rank 2"
     assert machine.handle(push(0, 0)) == [UpdateSlice(0, 1, (0, 1))]
-    assert not machine.has_pushed(0, 1)
+    assert not machine.closing.has_pushed(0, 1)
     assert machine.handle(SliceUpdated()) == [frame(Kind.PUSH, SERVER, 0)]
-    assert machine.has_pushed(0, 1)
+    assert machine.closing.has_pushed(0, 1)
     assert machine.describe_wait(0, 1) == "a is summed and waits for server 0"
-    assert machine.awaits(0, 1)
+    assert machine.closing.awaits(0, 1)
     assert machine.handle(answer(0)) == [frame(Kind.REPLY, 0, 0), frame(Kind.REPLY, 1, 0)]
-    assert not machine.awaits(0, 1)
+    assert not machine.closing.awaits(0, 1)
 
 
 def test_many_sums_wait_for_their_answers_which_come_in_any_order() -> None:
     machine = make()
     assert pushed_on(machine, 2) == [frame(Kind.PUSH, SERVER, 2)]
     assert pushed_on(machine, 0) == [frame(Kind.PUSH, SERVER, 0)]
-    assert machine.awaited() == [(2, 1), (0, 1)]
+    assert machine.closing.awaited() == [(2, 1), (0, 1)]
     assert machine.handle(answer(0)) == [frame(Kind.REPLY, 0, 0), frame(Kind.REPLY, 1, 0)]
-    assert machine.awaited() == [(2, 1)]
+    assert machine.closing.awaited() == [(2, 1)]
 
 
 def test_the_most_urgent_sum_is_made_and_leaves_first() -> None:
@@ -136,18 +140,18 @@ def test_rank_zero_s_values_start_its_own_node_and_go_on_to_the_server() -> None
         frame(Kind.REPLY, 1, 0, step=0),
         frame(Kind.VALUE, SERVER, 0, step=0),
     ]
-    assert not machine.awaits(0, 0)  # here, they do not come from the server
+    assert not machine.closing.awaits(0, 0)  # here, they do not come from the server
 
 
 def test_on_another_node_they_come_from_the_server_for_all() -> None:
     machine = make()
-    assert machine.awaits(0, 0)
+    assert machine.closing.awaits(0, 0)
     assert machine.handle(answer(0, step=0)) == [
         InstallValue(0),
         frame(Kind.REPLY, 0, 0, step=0),
         frame(Kind.REPLY, 1, 0, step=0),
     ]
-    assert not machine.awaits(0, 0)
+    assert not machine.closing.awaits(0, 0)
     with pytest.raises(RemoteProtocolError, match="slice 0, step 0, which is not awaited"):
         machine.handle(answer(0, step=0))
 
@@ -186,9 +190,9 @@ def test_notify_the_first_pull_is_passed_on_and_its_answer_copied(first: int) ->
         frame(Kind.NOTIFY, 1, 0),
     ]
     handle_all(machine, [FrameSent(0), FrameSent(1)])
-    assert not machine.awaits(0, 1)
+    assert not machine.closing.awaits(0, 1)
     assert machine.handle(PullArrived(first, 0, 1, 0)) == [frame(Kind.PULL, SERVER, 0)]
-    assert machine.awaits(0, 1)
+    assert machine.closing.awaits(0, 1)
     assert machine.handle(answer(0)) == [frame(Kind.REPLY, first, 0)]
     other = 1 - first
     assert machine.handle(PullArrived(other, 0, 1, 0)) == [frame(Kind.REPLY, other, 0)]
@@ -199,7 +203,7 @@ def test_notify_that_nothing_has_changed_needs_no_pull() -> None:
     pushed_on(machine, 0)
     notices = machine.handle(NotifyArrived(0, 1, SERVER, Flag.UNCHANGED))
     assert notices == [frame(Kind.NOTIFY, w, 0, flags=Flag.UNCHANGED) for w in (0, 1)]
-    assert machine.awaited() == []
+    assert machine.closing.awaited() == []
 
 
 def test_pull_waits_for_the_node_s_push() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from foreprop.core.closing import AllMembers
 from foreprop.core.collect import SliceUpdated, UpdateSlice
 from foreprop.core.frames import FailSession, FrameSent, PullArrived, PushArrived, SendFrame
 from foreprop.core.sendqueue import Reply
@@ -20,7 +21,13 @@ NONE = Flag.GRADIENT | Flag.NO_GRADIENT
 
 def make(reply: Reply = "broadcast") -> ServerMachine:
     return ServerMachine(
-        SLICES, index=0, workers=2, order="priority", reply=reply, names=["a", "b"]
+        SLICES,
+        closing=AllMembers,
+        index=0,
+        workers=2,
+        order="priority",
+        reply=reply,
+        names=["a", "b"],
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from foreprop.core.closing import AllMembers
 from foreprop.core.collect import SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
@@ -37,7 +38,13 @@ def make(
 ) -> ServerMachine:
     names = ["a", "b", "c"]
     return ServerMachine(
-        SLICES, index=index, workers=workers, order=order, reply=reply, names=names
+        SLICES,
+        closing=AllMembers,
+        index=index,
+        workers=workers,
+        order=order,
+        reply=reply,
+        names=names,
     )
 
 
@@ -76,15 +83,13 @@ def update(machine: ServerMachine, slice_: int, step: int = 1) -> list[object]:
 
 
 def state_of(machine: ServerMachine) -> str:
-    slices = [(state.priority, state.valued) for state in machine._states.values()]
-    pushes = [
-        [getattr(state.pushes, name) for name in state.pushes.__slots__]
-        for state in machine._states.values()
+    slices = [
+        [getattr(state, name) for name in state.__slots__] for state in machine._states.values()
     ]
     replies = machine._replies
     queues = (machine._updates.items(), machine._updating, replies.lanes.items())
     waits = (dict(replies._pulls), replies._unchanged, replies.lanes._busy)
-    return repr((slices, pushes, queues, waits, machine._collector._left))
+    return repr((slices, queues, waits, machine.closing.members.left))
 
 
 def test_a_slice_is_updated_once_every_worker_has_pushed_it() -> None:
@@ -239,7 +244,7 @@ def test_initial_values_are_installed_and_sent_to_all_but_rank_zero() -> None:
     event = ValueArrived(0, 2, 0, 1)
     assert machine.handle(event) == [InstallValue(2), reply(1, 2, step=0), reply(2, 2, step=0)]
     assert drain(machine) == []
-    with pytest.raises(RemoteProtocolError, match="slice 2 came for step 0: step 0 is done"):
+    with pytest.raises(RemoteProtocolError, match="slice 2 of b came for step 0: step 0 is done"):
         machine.handle(event)
 
 
@@ -262,7 +267,7 @@ WRONG = {
     "step zero": (push(0, 2, 0), "rank 0 pushed slice 2 of b for step 0"),
     "other step": (push(0, 0, 5), r"for step 5 while ranks \[1\] are at step 4"),
     "value of another rank": (ValueArrived(1, 3, 4, 2), "only rank 0 may"),
-    "value twice": (ValueArrived(0, 2, 4, 1), "slice 2 came for step 4: twice or late"),
+    "value twice": (ValueArrived(0, 2, 4, 1), "slice 2 of b came for step 4: twice or late"),
     "value of a past step": (ValueArrived(0, 0, 3, 0), "came for step 3: step 3 is done"),
     "foreign value": (ValueArrived(0, 1, 4, 0), "slice 1 does not belong to server 0"),
     "pull of a broadcast": (PullArrived(1, 0, 3, 0), "replies are broadcast"),

@@ -28,16 +28,18 @@ from foreprop.core.frames import (
     PushArrived,
     SendFrame,
     ValueArrived,
+    each_worker,
 )
 from foreprop.core.sendqueue import Order
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.staleness import (
+    BoundedStaleness,
     Staleness,
-    StaleServer,
     compensate,
     most_steps_apart,
     parse_staleness,
+    rule_of,
 )
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import ConfigError, InternalError, RemoteProtocolError
@@ -55,6 +57,19 @@ def names_of(count: int) -> list[str]:
     return [f"p{number}" for number in range(count)]
 
 
+def server_of(
+    staleness: Staleness, workers: int, names: list[str], order: Order = "priority"
+) -> ServerMachine:
+    return ServerMachine(
+        slices_of(len(names)),
+        index=0,
+        workers=workers,
+        order=order,
+        names=names,
+        closing=rule_of(staleness),
+    )
+
+
 class World:
     """Workers, a server, and FIFO links between them; what may happen next is chosen outside."""
 
@@ -70,14 +85,7 @@ class World:
     ) -> None:
         self.apart = most_steps_apart(staleness)
         self.workers, self.steps, self.unused = workers, steps, unused
-        self.server = StaleServer(
-            slices_of(slices),
-            index=0,
-            workers=workers,
-            staleness=staleness,
-            order=order,
-            names=names_of(slices),
-        )
+        self.server = server_of(staleness, workers, names_of(slices), order)
         self.stories: list[Story] = [()] * slices
         self.updating: UpdateSlice | None = None
         self.to_server: list[deque[tuple[int, int]]] = [deque() for _ in range(workers)]
@@ -103,13 +111,15 @@ class World:
 
     def state(self) -> tuple[Any, ...]:
         """All that what may follow depends on."""
-        server = self.server
+        server, lanes = self.server, self.server._replies.lanes
         clocks = [
-            (c.pushed, c.applied, c.answered, c.seen, c.version, c.held, c.gathered)
-            for c in server._clocks.values()
+            (s.done, s.rounds, s.last, sorted(s.owed.items())) for s in server._states.values()
         ]
-        queues = server._updates.items(), server._updating, server._lanes.items()
-        links = self.to_server, self.to_worker, sorted(self.unsent), sorted(server._lanes._busy)
+        rule = server.closing
+        if isinstance(rule, BoundedStaleness):
+            clocks += [(rule._applied, rule._versions, rule._seen)]
+        queues = server._updates.items(), server._updating, lanes.items()
+        links = self.to_server, self.to_worker, sorted(self.unsent), sorted(lanes._busy)
         own = self.stories, self.updating, self.known, self.pushed, self.answered
         return tuple(map(repr, (clocks, queues, links, own)))
 
@@ -238,7 +248,8 @@ def explored(staleness: Staleness, workers: int, steps: int, slices: int) -> See
 
     def look(world: World) -> None:
         seen.gaps.add(max(world.begun) - 1 - min(world.completed))
-        seen.waited.add(world.server.waiting(0))
+        rule = world.server.closing
+        seen.waited.add(rule.waiting(0) if isinstance(rule, BoundedStaleness) else ())
         if not world.choices():
             seen.ends.add(world.stories[0])
 
@@ -290,13 +301,14 @@ def test_the_exploration_notices_an_answer_that_comes_too_early(
 ) -> None:
     """So that the checks above are known to be able to fail."""
 
-    def eager(self: StaleServer, slice_: int, clocks: Any) -> None:
+    def eager(self: BoundedStaleness, slice_: int, state: Any) -> Any:
         apart, self._apart = self._apart, 2
-        original(self, slice_, clocks)
+        answers = original(self, slice_, state)
         self._apart = apart
+        return answers
 
-    original = StaleServer._answer_fresh
-    monkeypatch.setattr(StaleServer, "_answer_fresh", eager)
+    original = BoundedStaleness._answer_fresh
+    monkeypatch.setattr(BoundedStaleness, "_answer_fresh", eager)
     with pytest.raises(AssertionError, match=r"steps ahead|too old"):
         explore(World(1, workers=2, steps=4))
 
@@ -337,44 +349,6 @@ def test_larger_cases_in_random_order(data: st.DataObject) -> None:
         for rank in range(workers):  # each worker's own, in order
             own = [step for step, ranks in story if rank in ranks]
             assert own == sorted(own)
-
-
-# Beside the server of synchronous steps.
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_with_0_it_does_what_the_synchronous_server_does(data: st.DataObject) -> None:
-    workers, count = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
-    order: Order = data.draw(st.sampled_from(["priority", "fifo"]))
-    fields: dict[str, Any] = {"index": 0, "workers": workers, "order": order}
-    both = (
-        StaleServer(slices_of(count), staleness=0, names=names_of(count), **fields),
-        ServerMachine(slices_of(count), reply="broadcast", names=names_of(count), **fields),
-    )
-    steps = [[1] * count for _ in range(workers)]  # that each may push next
-    answers: list[SendFrame] = []
-    updating = False
-    for _ in range(data.draw(st.integers(10, 60))):
-        choices: list[Any] = [FrameSent(frame.peer) for frame in answers]
-        choices += [SliceUpdated()] * updating
-        choices += [(rank, n) for rank in range(workers) for n in range(count) if steps[rank][n]]
-        if not choices:
-            break
-        event = data.draw(st.sampled_from(choices))
-        if isinstance(event, FrameSent):
-            (frame,) = [each for each in answers if each.peer == event.peer]
-            answers.remove(frame)
-            steps[frame.peer][frame.slice] = frame.step + 1
-        elif not isinstance(event, SliceUpdated):
-            rank, n = event
-            flags = data.draw(st.sampled_from([0, int(Flag.NO_GRADIENT)]))
-            event = PushArrived(rank, n, steps[rank][n], data.draw(st.integers(0, 3)), flags)
-            steps[rank][n] = 0
-        else:
-            updating = False
-        ours, theirs = (list(machine.handle(event)) for machine in both)  # type: ignore[attr-defined]
-        assert ours == theirs
-        answers += [each for each in ours if isinstance(each, SendFrame)]
-        updating = updating or any(isinstance(each, UpdateSlice) for each in ours)
 
 
 # Training with numbers: a linear model per slice, whose gradients depend on what was read.
@@ -481,10 +455,8 @@ def test_a_strength_that_cannot_be_is_refused(strength: float) -> None:
 
 
 # What goes wrong.
-def server(staleness: Staleness = 1, workers: int = 2) -> StaleServer:
-    return StaleServer(
-        slices_of(1), index=0, workers=workers, staleness=staleness, order="priority", names=["w"]
-    )
+def server(staleness: Staleness = 1, workers: int = 2) -> ServerMachine:
+    return server_of(staleness, workers, ["w"])
 
 
 def events() -> Iterator[tuple[Sequence[Any], str]]:
@@ -512,24 +484,37 @@ def test_a_push_that_cannot_be_is_told_and_changes_nothing(
 
 
 def test_who_waits_for_one_that_has_left_is_told() -> None:
-    machine = server(staleness=0)
+    machine = server(staleness=1)
     assert machine.handle(PeerLeft(1)) == []
-    (failure,) = machine.handle(PushArrived(0, 0, 1, 0, 0))
+    assert machine.handle(PushArrived(0, 0, 1, 0, 0)) == [UpdateSlice(0, 1, (0,), counted=(0,))]
+    assert [frame.peer for frame in machine.handle(SliceUpdated())] == [0]
+    failure, update = machine.handle(PushArrived(0, 0, 2, 0, 0))
     assert failure == FailSession(
-        "rank 1 has left the session after step 0, but rank 0 is at step 1, and may be 0 steps"
+        "rank 1 has left the session after step 0, but rank 0 is at step 2, and may be 1 steps"
         " ahead with w: all ranks must make the same number of steps",
         1,
         0,
     )
-    later = server(staleness=0)
-    later.handle(PushArrived(0, 0, 1, 0, 0))
+    assert update == UpdateSlice(0, 2, (0,), counted=(0,))
+    later = server(staleness=1)
+    for step in (1, 2):
+        later.handle(PushArrived(0, 0, step, 0, 0))
+        later.handle(SliceUpdated())
     assert later.handle(PeerLeft(1)) == [failure]
+
+
+def test_workers_that_are_never_apart_are_closed_together() -> None:
+    machine = server(staleness=0)
+    assert machine.handle(PushArrived(1, 0, 1, 0, 0)) == []
+    assert machine.handle(PushArrived(0, 0, 1, 0, 0)) == [UpdateSlice(0, 1, (0, 1))]
+    with pytest.raises(InternalError, match="never apart"):
+        BoundedStaleness({}, each_worker(2), staleness=0)
 
 
 def test_without_a_bound_who_leaves_is_not_missed() -> None:
     machine = server("async")
     assert machine.handle(PeerLeft(1)) == []
-    assert machine.handle(PushArrived(0, 0, 1, 0, 0)) == [UpdateSlice(0, 1, (0,))]
+    assert machine.handle(PushArrived(0, 0, 1, 0, 0)) == [UpdateSlice(0, 1, (0,), counted=(0,))]
     assert [frame.peer for frame in machine.handle(SliceUpdated())] == [0]  # type: ignore[union-attr]
     assert machine.handle(PeerLeft(0)) == [Finish()]
 
@@ -612,9 +597,11 @@ def test_rank_0s_values_go_to_all_others_once() -> None:
     frames = [frame for frame in first if isinstance(frame, SendFrame)]
     assert first[0] == InstallValue(0)
     assert [(frame.peer, frame.step, frame.priority) for frame in frames] == [(1, 0, 4), (2, 0, 4)]
-    with pytest.raises(RemoteProtocolError, match="values for slice 0 came twice or late"):
+    with pytest.raises(
+        RemoteProtocolError, match="values for slice 0 of w came for step 0: step 0 is done"
+    ):
         machine.handle(ValueArrived(0, 0, 0, 4))
-    with pytest.raises(RemoteProtocolError, match="rank 1 sent values; only rank 0 may"):
+    with pytest.raises(RemoteProtocolError, match="rank 1 sent parameter values; only rank 0 may"):
         machine.handle(ValueArrived(1, 0, 0, 4))
     assert machine.handle(ValueArrived(0, 0, 3, 4)) == []  # as it reads them
 
@@ -622,7 +609,7 @@ def test_rank_0s_values_go_to_all_others_once() -> None:
 def test_who_is_owed_an_answer_asks_for_nothing() -> None:
     machine = server()
     machine.handle(PushArrived(0, 0, 1, 0, 0))
-    told = "rank 0 pulled slice 0 of step 0, and was answered about step 0 of 1"
+    told = r"rank 0 pulled slice 0 of step 0; .* when it is owed no answer"
     with pytest.raises(RemoteProtocolError, match=told):
         machine.handle(PullArrived(0, 0, 0, 0))
     with pytest.raises(RemoteProtocolError, match="rank 1 pulled slice 0 of step 1"):

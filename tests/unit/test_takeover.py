@@ -10,16 +10,17 @@ import pytest
 
 from foreprop.core import buddy
 from foreprop.core.buddy import most_lost
-from foreprop.core.collect import UpdateSlice
-from foreprop.core.counting_server import CountingServer
+from foreprop.core.collect import AnswerSlice, UpdateSlice
 from foreprop.core.frames import InstallValue, PushArrived
-from foreprop.core.membership import AnswerSlice, Members, UpdateCounted
+from foreprop.core.membership import Members
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.core.takeover import Settled, Settlement, SliceTakenOver, pushed_again
 from foreprop.errors import RemoteProtocolError
 from tests import buddies
 from tests.buddies import Plan, ServedLife, explore
 from tests.tiers import long_cases
+from tests.unit.counting_world import counting_server
 
 
 def settle(claims: dict[int, list[int]], *, buddy: int = 0) -> list[Settled]:
@@ -68,12 +69,12 @@ def test_only_lost_pushes_are_sent_again() -> None:
         pushed_again({3: 8}, {3: 6})
 
 
-def substitute() -> CountingServer:
+def substitute() -> ServerMachine:
     """For ranks 0 and 2; rank 1 is gone."""
     members = Members(3)
     members.drop(1)
     slices = plan_slices([2], [4], Partition(slice_elems=1))
-    return CountingServer(slices, index=0, members=members, order="priority", names=["p"])
+    return counting_server(slices, members, ["p"])
 
 
 def test_who_lacks_the_last_step_is_answered_and_the_next_one_closes_with_all() -> None:
@@ -81,8 +82,8 @@ def test_who_lacks_the_last_step_is_answered_and_the_next_one_closes_with_all() 
     assert machine.handle(PushArrived(2, 0, 6, 2, 0)) == []  # before the values
     told = machine.handle(SliceTakenOver(0, 5, 2, (0,)))
     assert told == [InstallValue(0), AnswerSlice(0, 5, 2, (0,))]
-    update = UpdateSlice(0, 6, (0, 2))
-    assert machine.handle(PushArrived(0, 0, 6, 2, 0)) == [UpdateCounted(update, (0, 2))]
+    update = UpdateSlice(0, 6, (0, 2), counted=(0, 2))
+    assert machine.handle(PushArrived(0, 0, 6, 2, 0)) == [update]
 
 
 def test_a_slice_is_taken_over_once() -> None:

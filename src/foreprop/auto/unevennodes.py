@@ -9,16 +9,19 @@ from dataclasses import replace
 import msgspec
 
 from foreprop.config import Config
-from foreprop.config.checks import UNEVEN_LEFT_OUT
+from foreprop.config.combinations import FEATURES
 from foreprop.core.linkshares import as_setting, late_nodes_of, ready_in, shares_of
 from foreprop.model.planner import PlanSetting
 from foreprop.workload.limit import HEADER_FACTOR
 from foreprop.workload.profile import Profile
 
+_OWN_PLACEMENT = FEATURES["own placement"]
+"""A rule of its own, whatever links differ."""
+
 
 def rates_as_setting(node_rates: Sequence[float], config: Config) -> str | None:
     """Of the nodes whose links are slower; None if there are none, or a setting says it."""
-    if config.node_rates is not None or config.placement in UNEVEN_LEFT_OUT:
+    if config.node_rates is not None or _OWN_PLACEMENT.is_asked(config):
         return None
     return as_setting(node_rates)
 
@@ -31,7 +34,7 @@ def late_as_setting(
     step_s: float,
 ) -> str | None:
     """None if no node's server is to own less for its compute, or a setting says who is late."""
-    if config.late_nodes is not None or config.placement in UNEVEN_LEFT_OUT:
+    if config.late_nodes is not None or _OWN_PLACEMENT.is_asked(config):
         return None
     rates = node_rates or [1.0] * len(computed_s)
     elems = sum(math.prod(array.shape) for array in with_touched_rows(setting).arrays)

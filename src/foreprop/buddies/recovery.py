@@ -57,6 +57,7 @@ class Recovery:
         self._substitution = substitution
         self._every = every
         self._substitutes: Substitutes | None = None
+        self.snapshots: Snapshots | None = None
         members, node = counting.members, index
         if substitution is not None:
             node = substitution.node
@@ -80,7 +81,8 @@ class Recovery:
         found: list[Service] = [states]
         store = self._counting.store
         if self._every:
-            found = [LoadedStates(executor, states), Snapshots(executor, store.export_state)]
+            self.snapshots = Snapshots(executor, store.export_state)
+            found = [LoadedStates(executor, states), self.snapshots]
         if self._substitution is None:
             own = (self._counting.members, self._index, self._session)
             self._substitutes = Substitutes(executor, config, *own, composer_of)

@@ -26,8 +26,6 @@ class Snapshots:
         self._executor = executor
         self._export_state = export_state
         self._kept: dict[int, tuple[int, bytes]] = {}  # by slice, until it is held: step and state
-        self._others_payload = executor.payload_of
-        executor.payload_of = self._payload_of
         executor.doers[KeepState] = self._keep
 
     def _keep(self, kept: KeepState) -> None:
@@ -35,9 +33,8 @@ class Snapshots:
         self._kept[kept.slice] = kept.step, self._export_state(kept.slice)
         self._executor.dispatch(StateKept(*kept))
 
-    def _payload_of(self, frame: SendFrame) -> memoryview:
-        if frame.kind != Kind.SNAPSHOT:
-            return self._others_payload(frame)
+    def payload_of(self, frame: SendFrame) -> memoryview:
+        """Of a snapshot."""
         step, state = self._kept.get(frame.slice, (frame.step, b""))
         # a frame that a later one follows is empty
         return memoryview(state if step == frame.step else b"")

@@ -63,14 +63,18 @@ class WholeReplies:
 
     kinds = frozenset({Kind.REPLY, Kind.STATE_REPLY, Kind.BLOB_REPLY})
 
-    def __init__(self, engine: WorkerEngine, streams: Sequence[ReplaceableStream]) -> None:
+    def __init__(
+        self,
+        engine: WorkerEngine,
+        streams: Sequence[ReplaceableStream],
+        inner: Mapping[int, FrameOwner],
+    ) -> None:
         self.steps = [0] * len(engine.slices)
         """By slice, the last one whose values are here."""
-        self._inner: dict[int, FrameOwner] = {kind: engine.owners[kind] for kind in self.kinds}
+        self._inner: dict[int, FrameOwner] = {kind: inner[kind] for kind in self.kinds}
         self._streams = streams
         self._beside = [bytearray() for _ in streams]
         self._rooms: list[memoryview] = [EMPTY for _ in streams]
-        engine.owners |= dict.fromkeys(self.kinds, self)
 
     def room(self, peer: Connection, header: Header) -> memoryview:
         server = peer.number
@@ -120,10 +124,13 @@ class Survival:
     def __init__(
         self,
         engine: WorkerEngine,
+        streams: Sequence[ReplaceableStream],
+        inner: Mapping[int, FrameOwner],
         reach: Reach,
         address: str,
         members_now: Callable[[], Sequence[int]],
         newcomers_now: Callable[[], Mapping[int, int]],
+        on_takeover: Callable[[Substitution], None],
         nodes: Sequence[int] = (),
     ) -> None:
         self._engine = engine
@@ -131,15 +138,13 @@ class Survival:
         self._address = address
         self._members_now = members_now
         self._newcomers_now = newcomers_now
-        self.on_takeover: Callable[[Substitution], None] = lambda _: None
-        """Told where slices go on."""
+        self._on_takeover = on_takeover
         self._ending = engine.ending
         self._lock = engine.lock
         self._timeout_s = engine.config.step_timeout_s
-        self._streams = []
-        for connection in engine.connections:
-            connection.stream = stream = ReplaceableStream(connection.stream)
-            self._streams.append(stream)
+        self._streams = streams
+        self._leaves = False
+        """An error has ended its part: the others go on without this worker."""
         self._node_of = list(nodes or range(len(self._streams)))  # by server
         self._losses: dict[int, Loss] = {}
         self._gone, self._parted = set[int](), set[int]()  # nodes; servers that all have left
@@ -149,13 +154,9 @@ class Survival:
         self._own: dict[int, list[int]] = {server: [] for server in range(len(self._streams))}
         for piece in engine.slices:
             self._own[piece.server].append(piece.number)
-        self._welcomes = engine.owners[Kind.WELCOME]
+        self._welcomes = inner[Kind.WELCOME]
         self.held = HeldSnapshots(engine)
-        engine.use(self.held)
-        self._replies = WholeReplies(engine, self._streams)
-        engine.owners |= dict.fromkeys(self.kinds, self)
-        self._ending.outlives = self.outlives
-        self._ending.cut = lambda peer: self._streams[peer.number].lose()
+        self.replies = WholeReplies(engine, streams, inner)
 
     # A loss.
     def outlives(self, peer: Connection) -> bool:
@@ -164,7 +165,8 @@ class Survival:
         with self._lock:
             node = self._node_of[server]
             others = [loss for loss in self._losses.values() if loss.node != node]
-            if node == engine.rank or server in self._losses or others or self._is_over(server):
+            refused = self._leaves or others or self._is_over(server)
+            if node == engine.rank or server in self._losses or refused:
                 return False  # this node is going itself, or a second one, or all end
             newcomers = self._newcomers_now()
             gone = {*self._gone, node} - newcomers.keys()  # dropped or not: it may have left before
@@ -193,6 +195,10 @@ class Survival:
         self._join_if_told(loss)
         return True
 
+    def cut(self, peer: Connection) -> None:
+        """It is silent: nothing more is sent to it."""
+        self._streams[peer.number].lose()
+
     def _is_over(self, server: int) -> bool:
         """Whether it ends with the session, or this worker's part of that does."""
         ended = server in self._parted or self._streams[server].closed
@@ -203,7 +209,7 @@ class Survival:
 
         The others have all values: they have ended their first one.
         """
-        newest = max(self._replies.steps, default=0)
+        newest = max(self.replies.steps, default=0)
         return [rank for rank in self._members_now() if newcomers.get(rank, 0) < newest]
 
     def _ask_for(self, wish: Substitution) -> None:
@@ -303,7 +309,7 @@ class Survival:
 
     def _claimed(self, slice_: int) -> int:
         """The last answered step; a newcomer has none of a slice that it has never pushed."""
-        step = self._replies.steps[slice_]
+        step = self.replies.steps[slice_]
         stream = self._streams[self._engine.slices[slice_].server]
         first = self._newcomers_now().get(self._engine.rank, 0)
         return RESTS if step == first - 1 and not stream.has_pushed(slice_) else step
@@ -363,7 +369,7 @@ class Survival:
             self._node_of[loss.server] = told.node
             del self._losses[loss.server], self._told[loss.server]
             self._takeovers.append(done)
-        self.on_takeover(told)
+        self._on_takeover(told)
         LOGGER.warning(
             "rank %d: server %d goes on beside rank %d after %.2f s, from step %s; %d pushes were"
             " sent again%s",
@@ -378,7 +384,7 @@ class Survival:
     def close(self, *, failure: BaseException | None) -> None:
         """In the engine's place: see `path.ending`."""
         if failure is not None or self._engine.progress.failed:
-            self._ending.outlives = lambda _: False  # the others go on without this worker
+            self._leaves = True
         else:
             self._await_takeovers()
         try:

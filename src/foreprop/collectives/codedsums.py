@@ -20,7 +20,7 @@ from foreprop.compression.choosing import SliceCodec, check_choices
 from foreprop.compression.codecs import make
 from foreprop.compression.residuals import Residuals
 from foreprop.core.codec import EXACT, NONE, Choice, Place, codec_of
-from foreprop.core.manifest import ParameterInfo, WireDtype
+from foreprop.core.manifest import ParameterInfo
 from foreprop.core.order import Chunk, Piece
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag
@@ -42,11 +42,9 @@ class _Part(NamedTuple):
     marks: int
 
 
-def check_summed(
-    choices: Sequence[Choice], parameters: Sequence[ParameterInfo], wire_dtype: WireDtype | None
-) -> None:
+def check_summed(choices: Sequence[Choice], parameters: Sequence[ParameterInfo]) -> None:
     """Raises `ConfigError` for codecs that are not for these parameters, or cannot be added up."""
-    check_choices(choices, parameters, wire_dtype)
+    check_choices(choices, parameters)
     for info in parameters:
         if (codec := codec_of(info.name, choices)) in EXACT - {NONE}:
             raise ConfigError(

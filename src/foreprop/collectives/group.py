@@ -162,7 +162,7 @@ class Group:
             lose(rank, why)
 
         if self._pulses is not None:
-            self._pulses.heard.lost = hurry
+            self._pulses.tell(hurry)
 
     def cause(
         self, error: BaseException, awaited: Callable[[], str] = lambda: "the start"

@@ -33,7 +33,7 @@ def connect_both(setup: Setup) -> list[tuple[RingBackend | ServedBackend, Sequen
     if setup.config.codecs:
         from foreprop.compression.choosing import check_choices
 
-        check_choices(setup.config.codecs, setup.infos, setup.config.wire_dtype)
+        check_choices(setup.config.codecs, setup.infos)
 
     def send_sum(step: int, part: SquareSum) -> None:
         served.norm.add_part(step, part)

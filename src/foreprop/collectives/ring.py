@@ -17,7 +17,7 @@ from foreprop.collectives.gpu import DeviceWork, GpuWork, HostWork, usable_gpu, 
 from foreprop.collectives.gradientsums import MOST_RANKS
 from foreprop.collectives.group import Group
 from foreprop.collectives.local_update import LocalState, LocalUpdater, comparable, settings_of
-from foreprop.config import Config
+from foreprop.config.combinations import check_combinations
 from foreprop.core.agreement import REQUIRES_GRAD, decode_ring_manifest, describe_mismatch
 from foreprop.core.freezing import Turned
 from foreprop.core.manifest import RingKnobs, RingManifest, WireDtype
@@ -69,7 +69,7 @@ class RingBackend:
         if ours.knobs.compression:
             from foreprop.collectives.codedsums import check_summed
 
-            check_summed(ours.knobs.compression, ours.parameters, ours.knobs.wire_dtype)
+            check_summed(ours.knobs.compression, ours.parameters)
         if group.rank == 0:
             publish_bytes(group.board, "manifest", ours.encode())
         else:
@@ -83,7 +83,7 @@ class RingBackend:
         mine = usable_gpu(parameters, collectives)
         gpus = dict(enumerate(group.joining.exchange("gpu", mine, "device")))
         if group.size > 1 and uses_nccl(collectives, gpus):
-            _check_codecs_on_gpus(self._setup.config)
+            check_combinations(self._setup.config, {"nccl": "collectives are NCCL's"})
             group.open(self.session_id, parameters[0].device)
             return GpuWork(parameters[0].device)
         group.open(self.session_id)
@@ -240,14 +240,6 @@ def _check_wire_dtype(wire_dtype: WireDtype | None, ranks: int) -> None:
         raise ConfigError(
             f"wire_dtype is {wire_dtype!r} with {ranks} ranks; architecture='ring' allows it for at"
             f" most {MOST_RANKS[DTYPES[wire_dtype]]}"
-        )
-
-
-def _check_codecs_on_gpus(config: Config) -> None:
-    if config.codecs:
-        raise ConfigError(
-            f"compression is {config.compression!r}, whose elements are chosen on the host, and"
-            " NCCL sums on GPUs; set collectives='gloo', or leave compression out"
         )
 
 

@@ -23,7 +23,7 @@ from foreprop.core.codec import (
     matches,
     takes,
 )
-from foreprop.core.manifest import Manifest, ParameterInfo, WireDtype
+from foreprop.core.manifest import Manifest, ParameterInfo
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import ConfigError, RemoteProtocolError
@@ -151,21 +151,14 @@ def check_codecs(choices: Iterable[Choice]) -> None:
 def check_setting(config: Config, manifest: Manifest) -> None:
     """Raises `ConfigError` for what cannot be encoded, with what to do about it."""
     choices = manifest.knobs.compression
-    if not is_exact(choices) and config.slice_elems == "auto":
-        raise ConfigError(
-            f"compression is {config.compression!r}, which keeps something of each slice, and"
-            " slice_elems is 'auto', which changes slices after some steps; give a number"
-        )
-    check_choices(choices, manifest.parameters, manifest.knobs.wire_dtype)
+    check_choices(choices, manifest.parameters)
     if any(kind_of(codec) == "dgc" for _, codec in choices):
         from foreprop.compression.dgctraining import check_dgc
 
         check_dgc(config, manifest)
 
 
-def check_choices(
-    choices: Sequence[Choice], parameters: Sequence[ParameterInfo], wire_dtype: WireDtype | None
-) -> None:
+def check_choices(choices: Sequence[Choice], parameters: Sequence[ParameterInfo]) -> None:
     """Raises `ConfigError` for codecs and patterns that are not for these parameters."""
     check_codecs(choices)
     names = [info.name for info in parameters]
@@ -178,12 +171,6 @@ def check_choices(
         codec = codec_of(info.name, choices)
         if codec != NONE:
             _check_parameter(info, codec)
-    lossy = {codec for _, codec in choices} - EXACT
-    if lossy and wire_dtype is not None:
-        raise ConfigError(
-            f"compression is {', '.join(sorted(lossy))}, of float32, and wire_dtype is"
-            f" {wire_dtype!r}; leave one of them out"
-        )
 
 
 def _check_parameter(info: ParameterInfo, codec: str) -> None:

@@ -1,23 +1,26 @@
-"""Codecs by name; a codec's module is imported when somebody uses it."""
+"""Codecs by name, foreprop's and the user's; a module is imported when somebody uses it."""
 
 from __future__ import annotations
 
 import importlib
+import re
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from foreprop.config.environment import did_you_mean
 from foreprop.config.otherwords import answer_to_value
-from foreprop.core.codec import NONE, Codec
+from foreprop.config.plugins import CODECS, HOW, maybe_installed
+from foreprop.core.codec import AUTO, NONE, Codec
 from foreprop.errors import ConfigError
 
 if TYPE_CHECKING:
     from foreprop.compression.dgc import DgcTraining
+    from foreprop.compression.registered import OwnCodec
 
 TensorCodec = Codec[torch.Tensor]
 
-_CODECS = {
+_CODECS: dict[str, str | type[OwnCodec]] = {
     "1bit": "onebit:one_bit",
     "bf16": "sixteenbit:bf16",
     "dgc": "dgc:dgc",
@@ -33,7 +36,7 @@ _CODECS = {
     "terngrad": "stochastic:terngrad",
     "topk": "sparse:top_k",
 }
-"""By name: module of this folder, and class or function."""
+"""By name: module of this folder, and class or function; or a class that was registered."""
 PARAMETERS = {
     "qsgd": "levels from 1 to 127, as in qsgd:7",
     "topk": "a share above 0 and at most 1, as in topk:0.01",
@@ -42,6 +45,34 @@ PARAMETERS = {
 }
 """What may follow a name and a colon."""
 _WANT_TRAINING = {"dgc"}
+
+
+def register_codec(codec: type[OwnCodec]) -> type[OwnCodec]:
+    """Have ``compression`` know the user's codec by its ``name``; also as a decorator.
+
+    Raises `ConfigError` for a name that is another one's or cannot be in the setting, and for
+    methods that are missing. Each process has to call it: see docs/extending.md.
+    """
+    name = getattr(codec, "name", None)
+    missing = [each for each in _METHODS if not callable(getattr(codec, each, None))]
+    if missing or not isinstance(codec, type):
+        raise ConfigError(f"codec {codec!r} must be a class with {', '.join(_METHODS)}")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in (NONE, AUTO):
+        raise ConfigError(f"{codec.__name__}.name is {name!r}; it must be a word of letters")
+    if (known := _CODECS.get(name)) is not None and not _is_again(known, codec):
+        raise ConfigError(f"{codec.__name__}.name is {name!r}, which another codec is called")
+    _CODECS[name] = codec
+    return codec
+
+
+def _is_again(known: object, codec: type) -> bool:
+    """Whether it is the same class, be it of a module that was loaded twice."""
+    theirs = (getattr(known, "__module__", ""), getattr(known, "__qualname__", ""))
+    return theirs == (codec.__module__, codec.__qualname__)
+
+
+_METHODS = ("most_bytes", "encode", "decode")
+_NAME = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 
 
 def names() -> list[str]:
@@ -57,11 +88,19 @@ def make(name: str, training: DgcTraining | None = None) -> TensorCodec:
     """
     kind, colon, parameter = name.partition(":")
     known = _CODECS.get(kind)
+    if known is None and (installed := maybe_installed(CODECS, kind)) is not None:
+        known = register_codec(installed)
     if known is None:
         raise ConfigError(
             f"compression: no codec is called {name!r}; there are {[NONE, *names()]}"
             + (answer_to_value("compression", kind) or did_you_mean(kind, names()))
+            + f". If it is yours, {HOW}"
         )
+    if not isinstance(known, str):
+        from foreprop.compression.errorfeedback import ErrorFeedback
+        from foreprop.compression.registered import make_registered
+
+        return ErrorFeedback(make_registered(known, name))
     if colon and kind not in PARAMETERS:
         raise ConfigError(f"compression is {name!r}; {kind} takes no parameter: say {kind!r}")
     module, _, factory = known.partition(":")

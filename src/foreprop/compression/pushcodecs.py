@@ -8,6 +8,7 @@ the parameter's memory, the *image*: bits by exclusive or, or numbers by a sum.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,7 @@ from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError, TrainingLoopError
 from foreprop.link.connection import Connection
 from foreprop.observe.trace import CodecStage
+from foreprop.path.tensors import DTYPES
 from foreprop.path.worker import WorkerEngine
 
 if TYPE_CHECKING:
@@ -36,15 +38,18 @@ class PushCodecs:
 
     def __init__(self, engine: WorkerEngine) -> None:
         self._engine = engine
-        self._inner = engine.owners[Kind.REPLY]
-        self._inner_payload_of = engine.executor.payload_of
         self._trace: TraceRecorder | None = engine.trace
         self._slices = coded_slices(engine.manifest, engine.slices)
         self._averaged: dict[int, bool] = {}
         """By slice, whether the workers update: then answers are averages."""
         self._images: dict[int, torch.Tensor] = {}
         """Of slices that are cast: the last values as they came."""
-        self._is_cast = engine.manifest.knobs.wire_dtype is not None
+        parameters = engine.manifest.parameters
+        self._cast = {
+            number
+            for number, coded in self._slices.items()
+            if coded.dtype != DTYPES[parameters[coded.piece.parameter].dtype]
+        }
         self._sums: dict[int, int] = {}
         """Of the others: what the parameter's own memory added up to when it was written."""
         self._scratch: dict[int, memoryview] = {}  # by server, for what arrives
@@ -56,25 +61,20 @@ class PushCodecs:
             self.residuals = Residuals(engine.parameters, self._slices, rank=engine.rank)
         self.raw_pushed_bytes = self.raw_reply_bytes = 0
         """What has crossed, as it would be without compression."""
-        engine.executor.payload_of = self.payload_of
-        for kind in self.kinds:
-            engine.owners[kind] = self
 
     def describe(self) -> str:
         return describe(self._engine.manifest.knobs.compression)
 
     # The sending threads.
-    def payload_of(self, frame: SendFrame) -> memoryview:
-        """Of a frame to a server: of a gradient, its code."""
-        coded = self._slices.get(frame.slice) if frame.kind == Kind.PUSH else None
-        data = raw = self._inner_payload_of(frame)
+    def encode(self, push: SendFrame, raw: memoryview) -> memoryview:
+        """Of a gradient, its code."""
+        coded, data = self._slices.get(push.slice), raw
         if coded is not None:
-            self._averaged[frame.slice] = bool(frame.flags & Flag.GRADIENT)
+            self._averaged[push.slice] = bool(push.flags & Flag.GRADIENT)
             if len(raw):
-                data = self._encoded(coded, raw, frame)
-        if frame.kind == Kind.PUSH:
-            with self._engine.lock:
-                self.raw_pushed_bytes += len(raw)
+                data = self._encoded(coded, raw, push)
+        with self._engine.lock:
+            self.raw_pushed_bytes += len(raw)
         return data
 
     def _encoded(self, coded: SliceCodec, raw: memoryview, frame: SendFrame) -> memoryview:
@@ -96,10 +96,10 @@ class PushCodecs:
         size_bytes = header.payload_bytes
         is_raw = header.step == 0 or header.flags & Flag.UNCHANGED
         if coded is None or is_raw or size_bytes >= coded.raw_bytes:
-            return self._inner.room(peer, header)
+            return self._engine.room(peer, header)
         check_code(header, coded)
         whole = header._replace(payload_bytes=coded.raw_bytes)
-        self._targets[peer.number] = self._inner.room(peer, whole)
+        self._targets[peer.number] = self._engine.room(peer, whole)
         return self._scratch_of(peer.number)[:size_bytes]
 
     def _scratch_of(self, server: int) -> memoryview:
@@ -121,10 +121,10 @@ class PushCodecs:
             self._keep_image(header, payload)
         with self._engine.lock:
             self.raw_reply_bytes += raw_bytes
-            if self._is_cast:  # whose memory goes by lengths
+            if header.slice in self._cast:  # whose memory goes by lengths
                 self._engine.counters.reply_bytes -= raw_bytes - header.payload_bytes
-        seen = header._replace(payload_bytes=raw_bytes) if self._is_cast else header
-        self._inner.on_frame(peer, seen, payload if target is None else target)
+        seen = header._replace(payload_bytes=raw_bytes) if header.slice in self._cast else header
+        self._engine.on_frame(peer, seen, payload if target is None else target)
 
     def _decode(
         self, coded: SliceCodec, target: memoryview, payload: memoryview, header: Header
@@ -149,12 +149,13 @@ class PushCodecs:
     def _image_of(self, coded: SliceCodec, out: torch.Tensor, header: Header) -> torch.Tensor:
         """The values before this answer. Raises `TrainingLoopError` if they are not what came."""
         number = header.slice
-        known = self._images if self._is_cast else self._sums
+        is_cast = number in self._cast
+        known: Container[int] = self._images if is_cast else self._sums
         if number not in known:
             raise RemoteProtocolError(
                 f"REPLY of slice {number} is a difference; its values have not come yet"
             )
-        if self._is_cast:
+        if is_cast:
             return self._images[number]
         if word_sum(out) != self._sums[number]:
             name = self._engine.parameters[coded.piece.parameter].name
@@ -173,7 +174,9 @@ class PushCodecs:
             return
         if len(payload) == coded.raw_bytes:
             values = coded.tensor_of(payload)
-            if self._is_cast:  # then they are not to be had from the parameter's memory
+            if (
+                header.slice in self._cast
+            ):  # then they are not to be had from the parameter's memory
                 self._images[header.slice] = values.clone()
             else:
                 self._sums[header.slice] = word_sum(values)

@@ -57,7 +57,6 @@ class ReplyCodecs:
     ) -> None:
         self.kinds = slices.kinds
         self._inner = slices
-        self._inner_payload_of = executor.payload_of
         self._store = store
         self._workers = executor.peers.count
         self._server = executor.host.index
@@ -69,7 +68,6 @@ class ReplyCodecs:
         self._scratch: dict[int, memoryview] = {}  # by peer, for what arrives
         self._targets: dict[int, memoryview] = {}  # by peer, where that belongs, decoded
         self._most_bytes = max((each.most_bytes for each in coded.values()), default=0)
-        executor.payload_of = self.payload_of
 
     # The receiving threads.
     def room(self, peer: Connection, header: Header) -> memoryview:
@@ -111,10 +109,9 @@ class ReplyCodecs:
             self._trace.slice_span(stage, name, header, started_ns)
 
     # The sending threads.
-    def payload_of(self, frame: SendFrame) -> memoryview:
-        """Of a frame to a worker: of new values, the code of the difference."""
-        raw = self._inner_payload_of(frame)
-        answer = self._answers.get(frame.slice) if frame.kind == Kind.REPLY else None
+    def encode(self, frame: SendFrame, raw: memoryview) -> memoryview:
+        """Of a reply with new values, the code of the difference."""
+        answer = self._answers.get(frame.slice)
         if answer is None or frame.step == 0 or not len(raw):
             return raw
         with answer.lock:

@@ -25,16 +25,6 @@ def parse_addresses(text: str) -> list[tuple[str, int]]:
     return found
 
 
-def check_join(config: Config) -> None:
-    """Raises `ConfigError`. That it is elastic a script may say later, and the environment not."""
-    parse_addresses(config.join or "")
-    if config.link_rate_bits_per_s is not None:
-        raise ConfigError(
-            f"join is {config.join!r}, and link_rate_bits_per_s is {config.link_rate_bits_per_s!r}:"
-            " the emulated link of a lost worker is gone; leave out one of them"
-        )
-
-
 def check_elastic(config: Config) -> None:
     """Of a session that is about to join; raises `ConfigError`."""
     if not config.elastic:

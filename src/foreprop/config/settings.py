@@ -51,9 +51,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 _FEW = (
-    "architecture buddy_steps clip_grad_norm clip_grad_value counted_replay delay_compensation ema"
-    " encryption join late_nodes max_workers node_rates port_range rebalance_s table_init"
-    " trace_steps"
+    "architecture buddy_steps clip_grad_norm clip_grad_value compression counted_replay"
+    " delay_compensation ema encryption join late_nodes max_workers node_rates port_range"
+    " rebalance_s table_init trace_steps"
 ).split()
 """Settings that few sessions have: their values are checked in `config.checks`."""
 
@@ -74,8 +74,8 @@ class Config:
         None,
         "p2p: servers beside the workers; ps: dedicated_servers; ring: all-reduce, the workers"
         " update; hybrid: ring, but servers for sparse gradients; auto: p2p, ring or hybrid, as"
-        " the first steps and the links suggest; by default ps if there are dedicated_servers, else"
-        " p2p",
+        " the first steps and the links suggest, and p2p with settings that need servers; by"
+        " default ps if there are dedicated_servers, else p2p",
     )
     update: UpdateBy = _setting(
         "auto",
@@ -103,7 +103,8 @@ class Config:
     slice_elems: SliceElems = _setting(
         None,
         "elements per slice; by default what the slowest link between nodes carries in 0.7 ms, and"
-        " on one machine 50000 (P3 section 5.7): see docs/tuning.md; auto: by simulation",
+        " on one machine 50000 (P3 section 5.7): see docs/tuning.md; auto: by simulation,"
+        " where they may change later",
         1,
     )
     big_array_elems: int = _setting(
@@ -240,6 +241,9 @@ class Config:
         "a codec (lossless, exact; int8, topk:0.01), codecs by patterns of names, the first match"
         " counts ({'*.weight': 'lossless'}, *.weight=lossless,*=none), or auto: just enough",
     )
+    plugins: str | None = _setting(
+        None, "modules, with commas, that register codecs and optimizers of your own everywhere"
+    )
     wait: Wait = _setting(
         "use",
         "where a pending parameter is waited for: at its first use; or, for layers in C++ that read"
@@ -282,17 +286,14 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        if self.compression is not None:
-            from foreprop.config.checks import check_compression
+        if self.compression is not None or "auto" in (self.architecture, self.slice_elems):
+            from foreprop.config.checks import settle
 
-            check_compression(self)
+            settle(self)
         hints = typing.get_type_hints(Config)
         for spec in fields(self):
             check_value(spec, getattr(self, spec.name), hints[spec.name])
-        few = any(getattr(self, name) is not None for name in _FEW) or self.staleness
-        few = few or self.counts_some or self.silence_report_s > self.silence_timeout_s
-        served = self.servers_per_node and not self.dedicated_servers
-        if few or not served or self.slice_elems == "auto" or self.lanes == "one":
+        if not self.is_usual:
             from foreprop.config.checks import check_settings
 
             check_settings(self)
@@ -312,6 +313,14 @@ class Config:
 
             raise unknown_preset(name_of_preset, PRESETS)
         return cls(**{**PRESETS[name_of_preset], **environment, **explicit})
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether nothing is asked for that few sessions have, or that is checked elsewhere."""
+        few = any(getattr(self, name) is not None for name in _FEW) or self.staleness
+        few = few or self.counts_some or self.silence_report_s > self.silence_timeout_s
+        served = self.servers_per_node and not self.dedicated_servers
+        return bool(served and not few and self.lanes == "peers" and not self.check_stale)
 
     @property
     def preset(self) -> str | None:

@@ -74,6 +74,7 @@ class Settings(TypedDict, total=False):
     ema: float | None
     wire_dtype: WireDtype | None
     compression: str | Mapping[str, str] | None
+    plugins: str | None
     wait: Wait
     check_replicas: int | None
     check_stale: bool

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from foreprop.core.collect import SliceUpdated
+from foreprop.core.collect import AnswerSlice, SliceUpdated
 from foreprop.core.frames import (
     LAST_PRIORITY,
     NO_TOKEN,
@@ -29,7 +29,7 @@ from foreprop.core.frames import (
     PeerLeft,
     SendFrame,
 )
-from foreprop.core.membership import AnswerSlice, PeerDropped
+from foreprop.core.membership import PeerDropped
 from foreprop.core.slicing import Slice
 from foreprop.core.takeover import SliceTakenOver
 from foreprop.core.wire import Flag, Kind
@@ -86,7 +86,7 @@ class KeepState(NamedTuple):
 
 
 class Counted(Protocol):
-    """`core.counting_server.CountingServer`."""
+    """`ServerMachine`, by `core.firstmembers`."""
 
     def handle(self, event: Any) -> Sequence[Any]: ...
     def owned(self, slice_: int) -> Slice: ...

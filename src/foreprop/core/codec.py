@@ -43,6 +43,14 @@ def takes(name: str, shape: Sequence[int]) -> bool:
     return kind_of(name) != "dgc" or len(shape) > 1
 
 
+def lossy_names(shapes: Mapping[str, Sequence[int]], choices: Sequence[Choice]) -> set[str]:
+    """Of parameters' names those with a codec that changes what is sent; ``shapes``: by name."""
+    codecs = {name: codec_of(name, choices) for name in shapes}
+    return {
+        name for name in shapes if codecs[name] not in EXACT and takes(codecs[name], shapes[name])
+    }
+
+
 def is_automatic(setting: object) -> bool:
     """``auto``, or ``auto:int8``: codecs are chosen when some steps have been measured."""
     return isinstance(setting, str) and kind_of(setting) == AUTO

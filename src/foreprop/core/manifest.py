@@ -231,8 +231,17 @@ class AnyManifest(
         return nodes(self.world_size, self.workers_per_push)
 
     def wire_dtypes(self) -> list[str]:
-        """By parameter, what its gradients and new values travel in."""
-        return [wire_dtype_of(info.dtype, self.knobs.wire_dtype) for info in self.parameters]
+        """By parameter, what its gradients and new values travel in, or are encoded from."""
+        on_wire, choices = self.knobs.wire_dtype, self.knobs.compression
+        lossy: set[str] = set()
+        if on_wire is not None and choices:
+            from foreprop.core.codec import lossy_names
+
+            lossy = lossy_names({info.name: info.shape for info in self.parameters}, choices)
+        return [
+            wire_dtype_of(info.dtype, None if info.name in lossy else on_wire)
+            for info in self.parameters
+        ]
 
     def reductions(self) -> list[Reduction]:
         """By parameter, what is made of the ranks' gradients."""

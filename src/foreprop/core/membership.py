@@ -16,7 +16,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from foreprop.core.collect import UpdateSlice
 from foreprop.errors import ConfigError, RemoteProtocolError
 
 
@@ -28,30 +27,6 @@ class PeerDropped(NamedTuple):
 
 
 # Instructions.
-class UpdateCounted(NamedTuple):
-    """Do this update; the mean is over all that were counted, with a gradient or without."""
-
-    update: UpdateSlice
-    counted: tuple[int, ...]
-
-
-class AnswerSlice(NamedTuple):
-    """Send these ranks the slice's values, as the answer to what they have pushed for ``step``."""
-
-    slice: int
-    step: int
-    priority: int
-    ranks: tuple[int, ...]
-    flags: int = 0
-
-
-class DropPush(NamedTuple):
-    """The gradient that a rank has pushed of a slice is not counted."""
-
-    slice: int
-    rank: int
-
-
 class MemberLeft(NamedTuple):
     """Tell the members who is gone: ``counted`` of ``slices`` slices of ``step`` count it."""
 

@@ -22,11 +22,12 @@ all other members say goodbye before step J - 1, the newcomer gets the values th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
 import msgspec
 
-from foreprop.core.membership import AnswerSlice, Members
+from foreprop.core.collect import AnswerSlice, SliceState
+from foreprop.core.membership import Members
 from foreprop.errors import RemoteProtocolError
 
 LEAD_STEPS = 2
@@ -77,17 +78,6 @@ class MemberJoined(NamedTuple):
     step: int
 
 
-class Collected(Protocol):
-    """What a server has of a slice, see `core.counting_server`."""
-
-    done: int
-    step: int
-    pushed: dict[int, int]
-    closing: bool
-    priority: int
-    last: list[int]
-
-
 class _EmptyHanded:
     """Of a newcomer that has no values yet."""
 
@@ -101,15 +91,15 @@ class _EmptyHanded:
 
 
 class Newcomers:
-    """Those of one server. Not thread-safe. ``collected`` is by slice."""
+    """Those of one server. Not thread-safe. ``states`` are by slice."""
 
-    def __init__(self, members: Members, collected: Mapping[int, Collected]) -> None:
+    def __init__(self, members: Members, states: Mapping[int, SliceState]) -> None:
         self.awaiting: dict[int, _EmptyHanded] = {}
         """By rank: those that have joined and have no values yet."""
         self._ending: set[int] = set()
         """Those that were sent what the others end with: they wait for no step, either."""
         self._members = members
-        self._collected = collected
+        self._states = states
 
     def ask(self, event: JoinAsked) -> AnswerJoin:
         """Raises `RemoteProtocolError` for a rank that is here."""
@@ -117,15 +107,15 @@ class Newcomers:
         if rank in self._members.here and rank not in self._members.promised:
             raise RemoteProtocolError(f"rank {rank} wants to join, and is here")
         self.drop(rank)
-        newest = max((_closed(each) for each in self._collected.values()), default=0)
-        pushed = max((each.last[rank] for each in self._collected.values()), default=0)
+        newest = max((_closed(each) for each in self._states.values()), default=0)
+        pushed = max((each.last[rank] for each in self._states.values()), default=0)
         least = max(newest + LEAD_STEPS, pushed) + 1
         if step < least or self._members.left:
             return AnswerJoin(rank, 0, least, newest, ending=bool(self._members.left))
         self._members.promised[rank] = step
         self._members.here.add(rank)
         self._members.since[rank] = step - LEAD_STEPS
-        for each in self._collected.values():
+        for each in self._states.values():
             each.last[rank] = step - 1  # it pushes nothing of a step before
         return AnswerJoin(rank, step, least, newest)
 
@@ -138,8 +128,8 @@ class Newcomers:
         self._members.ever.add(rank)
         behind = {
             number
-            for number, each in self._collected.items()
-            if each.pushed or each.closing or each.done >= newest - _LAG_STEPS
+            for number, each in self._states.items()
+            if each.rounds or each.done_step >= newest - _LAG_STEPS
         }
         self.awaiting[rank] = _EmptyHanded(step, behind)
         return MemberJoined(rank, step)
@@ -166,8 +156,7 @@ class Newcomers:
         ends = self._members.here - self._members.left <= self.awaiting.keys() | self._ending
         for rank, awaited in list(self.awaiting.items()):
             opened = any(
-                (each.pushed or each.closing) and each.step < awaited.step
-                for each in self._collected.values()
+                each.rounds and each.oldest[0] < awaited.step for each in self._states.values()
             )
             if opened or not (ends or not awaited.behind):
                 continue
@@ -177,7 +166,7 @@ class Newcomers:
             found += sorted(
                 (
                     AnswerSlice(number, awaited.step - 1, each.priority, (rank,))
-                    for number, each in self._collected.items()
+                    for number, each in self._states.items()
                 ),
                 key=lambda answer: (answer.priority, answer.slice),
             )
@@ -198,9 +187,9 @@ class Newcomers:
         return True
 
 
-def _closed(each: Collected) -> int:
+def _closed(each: SliceState) -> int:
     """The last step of which the slice takes no push any more."""
-    return max(each.done, each.step) if each.closing else each.done
+    return max(each.done_step, each.updating)
 
 
 class JoinBid:

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from foreprop.core.barrier import HeldSums, StepBarrier
-from foreprop.core.collect import NEVER, PushCollector, Pushes, with_gradient
+from foreprop.core.closing import AllMembers, unlike_values
+from foreprop.core.collect import NEVER, SliceState, check_giver, with_gradient
 from foreprop.core.frames import (
     FailSession,
     InstallValue,
@@ -79,20 +80,6 @@ class AnswerRows(NamedTuple):
 RowsInstruction = UpdateRows | SumRows | SendNormPart | InstallValue | AnswerRows | FailSession
 
 
-class _ShardState:
-    __slots__ = ("pulls", "pushes", "valued_step")
-
-    def __init__(self, name: str, *, remote: bool) -> None:
-        self.pushes = Pushes(
-            name,
-            what=f"rows of {name}",
-            use=f"used rows of {name}",
-            done=(0, 0) if remote else NEVER,
-        )
-        self.pulls: list[PullArrived] = []  # that wait for their step
-        self.valued_step = -1
-
-
 class RowsMachine:
     """Decides when a server updates a shard and when it answers pulls. Not thread-safe.
 
@@ -112,12 +99,13 @@ class RowsMachine:
         self._index = index
         self._peers = peers
         self._states = {
-            shard.number: _ShardState(names[shard.parameter], remote=shard.remote)
+            shard.number: _state_of(shard, names[shard.parameter])
             for shard in shards
             if shard.server == index
         }
-        all_pushes = {number: state.pushes for number, state in self._states.items()}
-        self._collector = PushCollector(all_pushes, self._peers, ahead=True)
+        self._pulls: dict[int, list[PullArrived]] = {number: [] for number in self._states}
+        """By shard, those that wait for their step."""
+        self._closing = AllMembers(self._states, peers, ahead=True)
         self._needs_norm = barrier is not None
         self._summing: dict[int, tuple[int, ...]] = {}  # by shard, whose gradients
         self._held = HeldSums(barrier, "shard")
@@ -128,7 +116,7 @@ class RowsMachine:
             RowsSummed: self._on_rows_summed,
             NormArrived: self._on_norm_arrived,
             RowsUpdated: self._on_rows_updated,
-            PeerLeft: lambda event: self._collector.leave(event.rank),
+            PeerLeft: lambda event: self._closing.leave(event.rank),
         }
 
     def handle(self, event: Any) -> Sequence[RowsInstruction]:
@@ -141,63 +129,52 @@ class RowsMachine:
     # Read-only views.
     def incomplete(self) -> list[tuple[int, int]]:
         """Shards that some but not all workers have pushed: (shard, step)."""
-        return self._collector.incomplete()
+        return self._closing.incomplete()
 
     def describe_wait(self, shard: int, step: int) -> str:
         """What a shard waits for at this step, in words."""
-        pushes = self._state(shard).pushes
-        name = pushes.name
-        if pushes.done_step >= step:
+        state = self._state(shard)
+        name = state.name
+        if state.done_step >= step:
             return f"the rows of {name} are updated"
-        if pushes.updating == step:
+        if state.updating == step:
             if shard in self._held:
                 others = (self.describe_wait(*each) for each in self.incomplete())
                 wait = self._held.describe(others)
                 return f"the rows of {name} are summed and wait for {wait}"
             return f"the rows of {name} are being updated"
-        missing = self._peers.names(self._collector.missing(pushes, step))
+        missing = self._peers.names(self._closing.missing(state, step))
         return f"the rows of {name} wait for the push of {missing}"
 
     # Handlers.
     def _on_push_arrived(self, event: PushArrived) -> Sequence[RowsInstruction]:
         state = self._state(event.slice)
-        self._collector.add(event)
-        return self._next(event.slice, state.pushes)
+        self._closing.note(state, event)
+        return self._next(state)
 
     def _on_value_arrived(self, event: ValueArrived) -> Sequence[RowsInstruction]:
         rank, shard, step, _ = event
         state = self._state(shard)
-        pushes = state.pushes
-        self._collector.check_first(rank)
-        if step <= max(pushes.done_step, state.valued_step) or 0 in pushes.at(step):
-            raise RemoteProtocolError(
-                f"values for the rows of {pushes.name} came for step {step}: twice or late"
-            )
-        state.valued_step = step
-        if step > 0:
-            return []
-        pushes.done = (0, 0)
-        return [InstallValue(shard), *self._answers(state)]
+        check_giver(self._peers, rank)
+        state.take_values(step, state.at(step))
+        return [] if step else [InstallValue(shard), *self._answers(state)]
 
     def _on_pull_arrived(self, event: PullArrived) -> Sequence[RowsInstruction]:
         state = self._state(event.slice)
-        pushes = state.pushes
-        self._collector.check_present(event.rank, pushes)
-        if event.step < pushes.done_step:
+        self._closing.check_present(event.rank, state)
+        if event.step < state.done_step:
             raise RemoteProtocolError(
-                f"{self._peers.name(event.rank)} pulled rows of {pushes.name} as of"
-                f" step {event.step}; step {pushes.done_step} is done"
+                f"{self._peers.name(event.rank)} pulled rows of {state.name} as of"
+                f" step {event.step}; step {state.done_step} is done"
             )
-        if event.step == pushes.done_step:
-            return [_answer(event)]
-        state.pulls.append(event)
-        return []
+        self._pulls[event.slice].append(event)
+        return self._answers(state)
 
     def _on_rows_summed(self, event: RowsSummed) -> Sequence[RowsInstruction]:
         ranks = self._summing.pop(event.shard, None)
         if ranks is None:
             raise InternalError("a sum of rows finished that nobody started")
-        step = self._state(event.shard).pushes.updating
+        step = self._state(event.shard).updating
         return self._held.hold(event.shard, step, ranks, event.part)
 
     def _on_norm_arrived(self, event: NormArrived) -> Sequence[RowsInstruction]:
@@ -206,33 +183,31 @@ class RowsMachine:
 
     def _on_rows_updated(self, event: RowsUpdated) -> Sequence[RowsInstruction]:
         state = self._state(event.shard)
-        pushes = state.pushes
         waits = event.shard in self._summing or event.shard in self._held
-        if not pushes.updating or waits:
+        if not state.updating or waits:
             raise InternalError("an update of rows finished that nobody started")
-        pushes.done, pushes.updating = (pushes.updating, 0), 0
-        return [*self._answers(state), *self._next(event.shard, pushes)]
+        state.done, state.updating = (state.updating, 0), 0
+        return [*self._answers(state), *self._next(state)]
 
     # Shared pieces.
-    def _state(self, shard: int) -> _ShardState:
+    def _state(self, shard: int) -> SliceState:
         state = self._states.get(shard)
         if state is None:
             raise RemoteProtocolError(f"shard {shard} does not belong to server {self._index}")
         return state
 
-    def _next(self, shard: int, pushes: Pushes) -> Sequence[RowsInstruction]:
+    def _next(self, state: SliceState) -> Sequence[RowsInstruction]:
         """Start the oldest step's update, or sum, if every worker has pushed it; one at a time."""
-        if pushes.updating or not pushes.rounds:
+        if state.updating or not state.rounds:
             return []
-        step = pushes.oldest[0]
-        pushed = pushes.rounds[pushes.oldest]
-        if not self._collector.is_full(pushed):
-            return self._collector.missing_for_ever(pushes)
-        unlike = self._collector.unlike_values(pushes, step)
+        shard, step, pushed = state.number, state.oldest[0], state.rounds[state.oldest]
+        if not self._closing.is_full(pushed):
+            return self._closing.missing_for_ever(state)
+        unlike = unlike_values(self._peers, state, step, pushed)
         if unlike:
             return unlike
-        del pushes.rounds[pushes.oldest]
-        pushes.updating = step
+        del state.rounds[state.oldest]
+        state.updating = step
         ranks = with_gradient(pushed)
         if not self._needs_norm:
             return [UpdateRows(shard, step, ranks)]
@@ -241,12 +216,16 @@ class RowsMachine:
         self._summing[shard] = ranks
         return [SumRows(shard, step, ranks)]
 
-    def _answers(self, state: _ShardState) -> Sequence[RowsInstruction]:
-        done = state.pushes.done_step
-        due = [pull for pull in state.pulls if pull.step <= done]
-        state.pulls = [pull for pull in state.pulls if pull.step > done]
-        return [_answer(pull) for pull in due]
+    def _answers(self, state: SliceState) -> Sequence[RowsInstruction]:
+        """Of the pulls that have waited for the step that is done."""
+        pulls = self._pulls[state.number]
+        due = [pull for pull in pulls if pull.step <= state.done_step]
+        self._pulls[state.number] = [pull for pull in pulls if pull.step > state.done_step]
+        return [AnswerRows(p.rank, p.slice, p.step, p.request, p.priority) for p in due]
 
 
-def _answer(pull: PullArrived) -> AnswerRows:
-    return AnswerRows(pull.rank, pull.slice, pull.step, pull.request, pull.priority)
+def _state_of(shard: Shard, name: str) -> SliceState:
+    """Nobody sends the values of a remote table."""
+    what, use = f"rows of {name}", f"used rows of {name}"
+    done = (0, 0) if shard.remote else NEVER
+    return SliceState(shard.number, name, what=what, use=use, done=done)

@@ -1,42 +1,37 @@
 """The server's side of the protocol as a state machine (P3Server, P3 section 4.2).
 
-Theory of operation. A slice that has been pushed by every worker enters the update queue; one
-update is under way at a time, the most urgent first. The shell sums the gradients in rank order,
-whatever order they came in, so the bits never depend on timing. An updated slice goes back to every
-worker at once, with the priority that its pushes carried, through a send queue for each worker
-(`core.sendqueue`). If updates need the norm of all gradients, sum and update are two operations,
-with a ``barrier`` between them (`core.barrier`). Where updates are done elsewhere, as for a relay
-(`core.relay_machine`), each is *deferred* instead, and many may be.
-
-Rules: every worker pushes a slice for the same step, once; steps of a slice increase. A worker
-that has said goodbye is not waited for: whoever still needs it makes the session fail with its
-name.
+Theory of operation. A slice is ready, collected, closed, held at the barrier if there is one,
+combined and answered. Which pushes close it, and whom it then answers, its *closing rule* says
+(`core.closing`). A closed slice enters the update queue; one update is under way at a time, the
+most urgent first. The shell sums the gradients in rank order, whatever order they came in, so the
+bits never depend on timing. Answers leave at once, with the priority that the pushes carried,
+through a send queue for each peer (`core.sendqueue`). If updates need the norm of all gradients,
+sum and update are two operations, with a ``barrier`` between them (`core.barrier`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from foreprop.core.barrier import HeldSums, StepBarrier
+from foreprop.core.closing import ClosingRule, States
 from foreprop.core.collect import (
     NEVER,
-    PushCollector,
-    Pushes,
+    AnswerSlice,
     Replies,
     SendSquares,
+    SliceState,
     SliceSummed,
     SliceUpdated,
     SumSlice,
-    UpdateAnswered,
-    UpdateDeferred,
     UpdateSlice,
-    with_gradient,
+    check_giver,
 )
 from foreprop.core.frames import (
+    NO_TOKEN,
     SERVER,
-    FailSession,
     Finish,
     FrameSent,
     InstallValue,
@@ -46,45 +41,24 @@ from foreprop.core.frames import (
     Peers,
     PullArrived,
     PushArrived,
-    SendFrame,
-    SendNormPart,
     ValueArrived,
     each_worker,
 )
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendQueue, Turns
 from foreprop.core.slicing import Slice
-from foreprop.core.wire import ROUND_SHIFT, Flag
+from foreprop.core.takeover import SliceTakenOver
+from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError, RemoteProtocolError
 
-ServerInstruction = (
-    SendFrame
-    | UpdateSlice
-    | SumSlice
-    | SendNormPart
-    | SendSquares
-    | InstallValue
-    | FailSession
-    | Finish
-)
+Rule = TypeVar("Rule", bound=ClosingRule)
 
 
-class _SliceState:
-    __slots__ = ("priority", "pushes", "valued")
-
-    def __init__(self, number: int, name: str) -> None:
-        self.pushes = Pushes(
-            name, what=f"slice {number} of {name}", use=f"pushed a slice of {name}"
-        )
-        self.priority = 0  # the most urgent that a push of its step has carried
-        self.valued = False  # rank 0 sent values for the step being collected
-
-
-class ServerMachine:
+class ServerMachine(Generic[Rule]):
     """Decides what a server updates and sends next. Not thread-safe.
 
     ``names`` are the parameters' names, for messages; ``index`` is the server's own. ``workers`` is
-    how many push to it, and ``peers`` who they are, who take ``turns``.
+    how many push to it, and ``peers`` who they are, who take ``turns``. ``closing`` makes the rule.
     """
 
     def __init__(
@@ -94,38 +68,35 @@ class ServerMachine:
         index: int,
         workers: int,
         order: Order,
-        reply: Reply,
         names: Sequence[str],
+        closing: Callable[[States, Peers], Rule],
+        reply: Reply = "broadcast",
         barrier: StepBarrier | None = None,
         peers: Peers | None = None,
         turns: Turns = USUAL_TURNS,
     ) -> None:
         self._index = index
         self._peers = peers or each_worker(workers)
-        self._peers_count = self._peers.count
-        self._everybody = tuple(range(self._peers.count))
         self._slices = {piece.number: piece for piece in slices if piece.server == index}
         self._states = {
-            number: _SliceState(number, names[piece.parameter])
+            number: _state_of(number, names[piece.parameter])
             for number, piece in self._slices.items()
         }
-        all_pushes = {number: state.pushes for number, state in self._states.items()}
-        self._collector = PushCollector(all_pushes, self._peers)
+        self.closing = closing(self._states, self._peers)
+        self._members = self.closing.members
         self._barrier = barrier
         self._held = HeldSums(barrier, "slice")
-        self._deferred: dict[int, UpdateSlice] = {}  # by slice
         self._updates: SendQueue[UpdateSlice | SumSlice] = SendQueue(order)
         self._updating: UpdateSlice | SumSlice | None = None
         self._measured: dict[int, tuple[UpdateSlice, tuple[SquareSum, ...], int]] = {}
         """Averaged, by slice, until all of the round are; the flags of the answer last."""
         self._replies = Replies(self._peers, order=order, reply=reply, turns=turns)
-        self._handlers: dict[type, Callable[[Any], Sequence[ServerInstruction]]] = {
+        self._handlers: dict[type, Callable[[Any], Sequence[Any]]] = {
             PushArrived: self._on_push_arrived,
             ValueArrived: self._on_value_arrived,
+            SliceTakenOver: self._on_slice_taken_over,
             PullArrived: self._on_pull_arrived,
             SliceUpdated: self._on_slice_updated,
-            UpdateDeferred: self._on_update_deferred,
-            UpdateAnswered: self._on_update_answered,
             SliceSummed: self._on_slice_summed,
             NormArrived: self._on_norm_arrived,
             FrameSent: self._on_frame_sent,
@@ -133,12 +104,15 @@ class ServerMachine:
             PeerLeft: self._on_peer_left,
         }
 
-    def handle(self, event: Any) -> Sequence[ServerInstruction]:
+    def handle(self, event: Any) -> Sequence[Any]:
         """The only way state changes; `RemoteProtocolError` leaves the state as it was."""
         handler = self._handlers.get(type(event))
-        if handler is None:
+        if handler is not None:
+            return handler(event)
+        of_rule = self.closing.handlers.get(type(event))
+        if of_rule is None:
             raise InternalError(f"a server does not know the event {event!r}")
-        return handler(event)
+        return self._go_on(of_rule(event))
 
     # Read-only views.
     def owned(self, slice_: int) -> Slice:
@@ -147,6 +121,10 @@ class ServerMachine:
         if piece is None:
             raise RemoteProtocolError(f"slice {slice_} does not belong to server {self._index}")
         return piece
+
+    def _state(self, slice_: int) -> SliceState:
+        self.owned(slice_)
+        return self._states[slice_]
 
     @property
     def queue_depth(self) -> int:
@@ -160,18 +138,18 @@ class ServerMachine:
     def sending_to(self) -> set[int]:
         return {frame.peer for frame in self._replies.lanes.items()}
 
+    def has_sent_all(self, rank: int) -> bool:
+        """Whether nothing for this peer is queued or under way."""
+        return self._replies.lanes.is_idle(rank)
+
     def describe_wait(self, slice_: int, step: int) -> str:
         """What a slice waits for at this step, in words."""
-        self.owned(slice_)
-        pushes = self._states[slice_].pushes
-        name = pushes.name
-        if pushes.done_step >= step:
+        state = self._state(slice_)
+        name = state.name
+        if waits := self.closing.describe(state, step):
+            return f"{name} {waits}"
+        if state.done_step >= step:
             return f"{name} is updated; {self._replies.describe(slice_)}"
-        missing = self._collector.missing(pushes, step)
-        if missing:
-            return f"{name} waits for the push of {self._peers.names(missing)}"
-        if slice_ in self._deferred:
-            return f"{name} is summed and waits for server {self._index}"
         if self._updating is not None and self._updating.slice == slice_:
             return f"{name} is being updated"
         if slice_ in self._measured:
@@ -182,76 +160,76 @@ class ServerMachine:
             return f"{name} is summed and waits for {self._held.describe(others)}"
         return f"{name} is queued for its update, with {len(self._updates) - 1} other slices"
 
-    def priority_of(self, slice_: int) -> int:
-        """The most urgent that a push of its step has carried."""
-        return self._states[slice_].priority
-
-    def is_fresh(self, slice_: int) -> bool:
-        """Whether the slice is this server's, and has no values yet."""
-        return slice_ in self._states and self._states[slice_].pushes.done_step < 0
-
-    def is_pulled(self, slice_: int) -> bool:
-        """Whether somebody waits for this slice's next update."""
-        return self._replies.is_pulled(slice_)
+    def priorities(self) -> list[tuple[int, int]]:
+        """By slice, as it was pushed last."""
+        return [(number, state.priority) for number, state in self._states.items()]
 
     def incomplete(self) -> list[tuple[int, int]]:
-        """Slices that some but not all workers have pushed: (slice, step)."""
-        return self._collector.incomplete()
+        """Slices that some wait for, because others have not pushed: (slice, step)."""
+        return self.closing.incomplete()
 
-    # Handlers.
-    def _on_push_arrived(self, event: PushArrived) -> Sequence[ServerInstruction]:
-        self.owned(event.slice)
-        state = self._states[event.slice]
-        pushed = self._collector.add(event, event.flags >> ROUND_SHIFT)
-        if len(pushed) == 1 or event.priority < state.priority:
-            state.priority = event.priority
-        if len(pushed) < self._peers_count:
-            return self._collector.missing_for_ever(state.pushes)
-        return self._complete(event.slice, event.step, pushed)
+    def awaited(self) -> set[int]:
+        """The members that some slice waits for, or that stay when others have left."""
+        found: set[int] = set()
+        for slice_, step in self.incomplete():
+            found.update(self.closing.missing(self._states[slice_], step))
+        return found | (self._members.here - self._members.left if self._members.left else set())
 
-    def _complete(
-        self, slice_: int, step: int, pushed: Mapping[int, int]
-    ) -> Sequence[ServerInstruction]:
-        state, any_flags = self._states[slice_], next(iter(pushed.values()))
-        if len(set(pushed.values())) > 1:
-            unlike = self._collector.unlike_values(state.pushes, step)
-            unlike = unlike or self._unlike_updates(state.pushes, step)
-            if unlike:
-                return unlike
-            ranks = with_gradient(pushed)
-        else:
-            ranks = () if any_flags & Flag.NO_GRADIENT else self._everybody
-        gradient, measure = bool(any_flags & Flag.GRADIENT), bool(any_flags & Flag.MEASURE)
-        if self._barrier is None or gradient:
-            update = UpdateSlice(slice_, step, ranks, gradient, measure)
-            self._updates.push(step, state.priority, update)
-        elif ranks:
-            self._updates.push(step, state.priority, SumSlice(slice_, step, ranks))
-        else:
-            return self._held.hold(slice_, step, ranks, ZERO)
-        return self._next_update()
+    def can_spare(self, rank: int) -> bool:
+        """Whether the session can go on without this member."""
+        return self.closing.can_spare(rank)
 
-    def _unlike_updates(self, pushes: Pushes, step: int) -> list[FailSession]:
-        """Fail if some workers update the parameter themselves, and others want it updated."""
-        unlike = self._collector.split(pushes.at(step), Flag.GRADIENT)
-        if unlike is None:
-            return []
-        updating, rest = unlike
-        reason = (
-            f"{updating} update {pushes.name} themselves in step {step}, but {rest} leave it to"
-            " the servers: the loop must use gradients alike on every rank; or set"
-            " update='workers'"
-        )
-        return [FailSession(reason, -1, step)]
+    # Collecting and closing.
+    def _on_push_arrived(self, event: PushArrived) -> Sequence[Any]:
+        state = self._states.get(event.slice) or self._state(event.slice)
+        return self._go_on(self.closing.add(state, event))
 
-    def _on_slice_summed(self, event: SliceSummed) -> Sequence[ServerInstruction]:
+    def _go_on(self, told: Sequence[Any]) -> Sequence[Any]:
+        """What a rule has said: what is closed queues for its update, answers for their peers."""
+        followed: list[Any] = []
+        for each in told:
+            kind = type(each)
+            if kind is UpdateSlice:
+                slice_, step, ranks = each[:3]
+                needs_norm = self._barrier is not None and not each.gradient
+                if needs_norm and not ranks:
+                    followed += self._held.hold(slice_, step, ranks, ZERO)
+                    continue
+                due = SumSlice(slice_, step, ranks) if needs_norm else each
+                self._updates.push(step, self._states[slice_].priority, due)
+                followed += self._next_update()
+            elif kind is AnswerSlice and not self.closing.binds:
+                self._replies.answer(each)
+            elif kind is MessageReady:
+                self._replies.send(each)
+            elif kind is PullArrived:
+                self._replies.pull(each, self._states[each.slice])
+            elif kind is ValueArrived:
+                followed += self._on_value_arrived(each)
+            else:
+                followed.append(each)
+        if self._replies.lanes.queued:
+            followed += self._replies.lanes.depart()
+        return followed
+
+    def _on_peer_left(self, event: PeerLeft) -> Sequence[Any]:
+        return self._go_on(self.closing.leave(event.rank)) or self._end()
+
+    def _end(self) -> list[Finish]:
+        """All have said goodbye; what is passed on has left."""
+        is_under_way = self.closing.passes_on and (self._updating or self._updates.heap)
+        is_ended = self._members.all_left and not is_under_way and self.has_sent_all(SERVER)
+        return [Finish()] if is_ended else []
+
+    # The barrier.
+    def _on_slice_summed(self, event: SliceSummed) -> Sequence[Any]:
         summed, self._updating = self._updating, None
         if not isinstance(summed, SumSlice):
             raise InternalError("a sum is done that nobody started")
         told = self._held.hold(*summed, event.part)
         return [*told, *self._next_update()]
 
-    def _on_norm_arrived(self, event: NormArrived) -> Sequence[ServerInstruction]:
+    def _on_norm_arrived(self, event: NormArrived) -> Sequence[Any]:
         if self._barrier is None or event.rank != 0:
             raise RemoteProtocolError(
                 f"{self._peers.name(event.rank)} sent the norm of step {event.step}, which is not"
@@ -263,99 +241,88 @@ class ServerMachine:
             self._updates.push(event.step, self._states[slice_].priority, update)
         return self._next_update()
 
-    def _on_value_arrived(self, event: ValueArrived) -> Sequence[ServerInstruction]:
-        rank, slice_, step, priority = event
-        self.owned(slice_)
-        state = self._states[slice_]
-        done_step = state.pushes.done_step
-        if rank != SERVER:
-            self._collector.check_first(rank)
-        if step <= done_step or state.valued or 0 in state.pushes.collecting:
-            late = f"step {done_step} is done" if step <= done_step else "twice or late"
-            raise RemoteProtocolError(f"values for slice {slice_} came for step {step}: {late}")
-        if step > 0:
-            state.valued = True
+    # Updating, and answering.
+    def _next_update(self) -> Sequence[Any]:
+        if self._updating is not None or not self._updates.heap:
             return []
-        state.pushes.done, state.priority = (0, 0), priority
-        self._replies.offer(slice_, priority, giver=rank)
-        return [InstallValue(slice_), *self._replies.lanes.depart()]
+        self._updating = self._updates.pop()
+        return [self._updating]
 
-    def _on_pull_arrived(self, event: PullArrived) -> Sequence[ServerInstruction]:
-        self.owned(event.slice)
-        self._replies.check_pulls(event)
-        self._collector.check_rank(event.rank)
-        self._replies.pull(event, self._states[event.slice].pushes)
-        return self._replies.lanes.depart()
-
-    def _on_slice_updated(self, event: SliceUpdated) -> Sequence[ServerInstruction]:
-        update = self._take_update()
-        changed = update.ranks or (self._states[update.slice].valued and not update.gradient)
-        unchanged = 0 if changed else Flag.UNCHANGED
+    def _on_slice_updated(self, event: SliceUpdated) -> Sequence[Any]:
+        update, self._updating = self._updating, None
+        if not isinstance(update, UpdateSlice):
+            raise InternalError("an update finished that nobody started")
+        state = self._states[update.slice]
+        is_valued = state.valued == update.step and not update.gradient
+        flags = 0 if update.ranks or is_valued else int(Flag.UNCHANGED)
         if event.squares:
-            noted = self._note_squares(update, event.squares, unchanged)
-            return [*noted, *self._next_update()]
-        self._finish(update, unchanged)
-        return [*self._replies.lanes.depart(), *self._next_update()]
+            told = self._note_squares(update, event.squares, flags)
+        else:
+            told = self.closing.updated(state, update, flags)
+        return [*self._go_on(told), *self._next_update()]
 
     def _note_squares(
-        self, update: UpdateSlice, squares: tuple[SquareSum, ...], unchanged: int
-    ) -> Sequence[ServerInstruction]:
+        self, update: UpdateSlice, squares: tuple[SquareSum, ...], flags: int
+    ) -> Sequence[Any]:
         """With the last slice of a round all of them are told.
 
         Until then no average goes back: workers cannot use any before they know the norm, and on
         a shared link averages would hold up gradients, and so the norm.
         """
-        self._measured[update.slice] = (update, squares, unchanged)
+        self._measured[update.slice] = (update, squares, flags)
         if len(self._measured) < len(self._slices):
             return []
         measured = [self._measured[slice_] for slice_ in sorted(self._slices)]
         self._measured.clear()
-        for held, _, flags in measured:
-            self._finish(held, flags)
-        told = SendSquares(update.step, tuple(chain.from_iterable(s for _, s, _ in measured)))
-        return [told, *self._replies.lanes.depart()]
+        told: list[Any] = [
+            SendSquares(update.step, tuple(chain.from_iterable(each[1] for each in measured)))
+        ]
+        for held, _, flags_of in measured:
+            told += self.closing.updated(self._states[held.slice], held, flags_of)
+        return told
 
-    def _on_update_deferred(self, _: UpdateDeferred) -> Sequence[ServerInstruction]:
-        update = self._take_update()
-        self._deferred[update.slice] = update
-        return self._next_update()
+    # Values.
+    def _on_value_arrived(self, event: ValueArrived) -> Sequence[Any]:
+        rank, slice_, step, priority = event
+        state = self._state(slice_)
+        if rank != SERVER:
+            check_giver(self._peers, rank)
+        if step and self.closing.may_be_apart:
+            return []  # the shell compares them
+        state.take_values(step, state.collecting)
+        if step:
+            return []
+        state.priority = priority
+        others = tuple(sorted(self._members.of_step(0) - {rank}))
+        told: list[Any] = [InstallValue(slice_), AnswerSlice(slice_, 0, priority, others)]
+        if self.closing.passes_on and rank != SERVER:
+            told.append(MessageReady(SERVER, Kind.VALUE, 0, priority, slice_, NO_TOKEN))
+        return self._go_on(told)
 
-    def _on_update_answered(self, event: UpdateAnswered) -> Sequence[ServerInstruction]:
-        update = self._deferred.pop(event.slice, None)
-        if update is None or update.step != event.step:
-            raise InternalError(f"an update was answered that nobody deferred: {event}")
-        self._finish(update, event.flags & Flag.UNCHANGED)
-        return self._replies.lanes.depart()
+    def _on_slice_taken_over(self, event: SliceTakenOver) -> Sequence[Any]:
+        """On a substitute (`core.takeover`). Pushes of the step after it may be here already."""
+        slice_, step, priority, owed = event
+        state = self._state(slice_)
+        if state.done != NEVER:
+            raise RemoteProtocolError(f"slice {slice_} is taken over twice")
+        state.done = (step, 0)
+        return self._go_on([InstallValue(slice_), AnswerSlice(slice_, step, priority, owed)])
 
-    def _take_update(self) -> UpdateSlice:
-        update, self._updating = self._updating, None
-        if not isinstance(update, UpdateSlice):
-            raise InternalError("an update finished that nobody started")
-        return update
+    def _on_pull_arrived(self, event: PullArrived) -> Sequence[Any]:
+        state = self._state(event.slice)
+        self._members.check_rank(event.rank)
+        return self._go_on(self.closing.pull(state, event))
 
-    def _finish(self, update: UpdateSlice, unchanged: int) -> None:
-        state = self._states[update.slice]
-        pushes = state.pushes  # of one round: nobody was allowed to be ahead
-        pushes.done = min(pushes.rounds, default=NEVER)
-        pushes.rounds.clear()
-        state.valued = False
-        slice_, step, _, is_average, _ = update
-        self._replies.answer(slice_, step, state.priority, int(unchanged), is_average=is_average)
+    # Frames.
+    def _on_frame_sent(self, event: FrameSent) -> Sequence[Any]:
+        followed = self._replies.lanes.sent(event.peer)
+        return [*followed, *self._end()] if event.peer == SERVER else followed
 
-    def _on_frame_sent(self, event: FrameSent) -> Sequence[ServerInstruction]:
-        return self._replies.lanes.sent(event.peer)
-
-    def _on_message_ready(self, event: MessageReady) -> Sequence[ServerInstruction]:
+    def _on_message_ready(self, event: MessageReady) -> Sequence[Any]:
         self._replies.send(event)
         return self._replies.lanes.depart()
 
-    def _on_peer_left(self, event: PeerLeft) -> Sequence[ServerInstruction]:
-        failure = self._collector.leave(event.rank)
-        return [*failure] or ([Finish()] if self._collector.all_left else [])
 
-    # Shared pieces.
-    def _next_update(self) -> Sequence[ServerInstruction]:
-        if self._updating is not None or not self._updates.heap:
-            return []
-        self._updating = self._updates.pop()
-        return [self._updating]
+def _state_of(number: int, name: str) -> SliceState:
+    what, use = f"slice {number} of {name}", f"pushed a slice of {name}"
+    return SliceState(number, name, what=what, use=use)

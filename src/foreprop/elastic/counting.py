@@ -1,6 +1,6 @@
 """What a server is made of that counts not always all workers, and how it goes on without some.
 
-It stands in the place of the usual machine, store and numbers (`servers.composed`). A worker whose
+It stands in the place of the usual machine and store (`servers.composed`). A worker whose
 connection ends is dropped, and one that pushes nothing while others wait for it.
 """
 
@@ -9,32 +9,30 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 import torch
 
 from foreprop.config import LOGGER, Config
 from foreprop.core.buddy import BuddiedServer
-from foreprop.core.collect import UpdateSlice
-from foreprop.core.counting_server import CountingServer
+from foreprop.core.collect import AnswerSlice, DropPush, UpdateSlice
+from foreprop.core.firstmembers import FirstMembers
 from foreprop.core.frames import CONTROL_PRIORITY, SendFrame
 from foreprop.core.manifest import Manifest
 from foreprop.core.membership import (
-    AnswerSlice,
     CountedLog,
     CountedReplay,
-    DropPush,
     MemberLeft,
     Members,
     PeerDropped,
-    UpdateCounted,
 )
 from foreprop.core.sendqueue import turns_of
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.elastic.admission import Admission
 from foreprop.elastic.countedfile import CountedFile, read_replay
-from foreprop.elastic.countednumbers import CountedNumbers
 from foreprop.elastic.countedstore import CountedStore
 from foreprop.elastic.departure import Departure
 from foreprop.errors import Failure, ForepropError, StorageError, failure_of
@@ -48,7 +46,7 @@ _TOLD_S = 2.0
 
 
 class Counting:
-    """The machine, store and numbers of one server, and who is dropped. See `servers.composed`."""
+    """The machine and store of one server, and who is dropped. See `servers.composed`."""
 
     def __init__(
         self, manifest: Manifest, slices: Sequence[Slice], index: int, config: Config
@@ -59,14 +57,15 @@ class Counting:
         self._elastic = knobs.elastic
         self._limit_s = SILENT_SHARE * config.step_timeout_s
         self.members = Members(workers, backups=knobs.backup_workers, started=started)
-        self.machine: CountingServer | BuddiedServer = CountingServer(
+        replay = _maybe_replay(config, index, workers, own)
+        self.machine: ServerMachine[FirstMembers] | BuddiedServer = ServerMachine(
             slices,
             index=index,
-            members=self.members,
+            workers=workers,
             order=knobs.order,
             names=[info.name for info in manifest.parameters],
-            replay=_maybe_replay(config, index, workers, own),
             turns=turns_of(knobs.lanes, index, started),
+            closing=partial(FirstMembers, members=self.members, replay=replay),
         )
         self.store = CountedStore(manifest, slices, index)
         self._index = index
@@ -83,22 +82,27 @@ class Counting:
         """All that have ever joined."""
         self.admission = Admission(manifest, index, self) if self._elastic else None
 
-    def numbers(self, executor: Executor) -> CountedNumbers:
-        self._numbers = CountedNumbers(self._manifest, executor, self.newcomers)
-        return self._numbers
-
     def payload_of(self, frame: SendFrame) -> memoryview:
         """Values go with their frame: see `_answer`."""
         return EMPTY
 
-    def begin(self, executor: Executor, connections: Mapping[int, Connection]) -> None:
-        """When `path.slices.Updates` has its part in the executor."""
+    def begin(
+        self,
+        executor: Executor,
+        connections: Mapping[int, Connection],
+        unlike: dict[int, str],
+    ) -> None:
+        """When `path.slices.Updates` has its part in the executor.
+
+        ``unlike``: newcomers whose hyperparameters are not the others', and in what.
+        """
+        self._unlike = unlike
         self._executor = executor
         self._lock: threading.RLock = executor.lock
         self.connections = connections
         self._update: Doer = executor.doers[UpdateSlice]
         executor.doers |= {
-            UpdateCounted: self._update_counted,
+            UpdateSlice: self._update_counted,
             AnswerSlice: self._answer,
             DropPush: self._drop,
         }
@@ -106,17 +110,17 @@ class Counting:
             self.admission.begin(executor)
 
     # Doing.
-    def _update_counted(self, due: UpdateCounted) -> Sequence[object] | None:
-        slice_, step = due.update[:2]
+    def _update_counted(self, due: UpdateSlice) -> Sequence[object] | None:
+        counted = due.counted or ()
         with self._lock:
-            lines = self._log.note(slice_, step, due.counted)
+            lines = self._log.note(due.slice, due.step, counted)
             if self._file is not None and lines:
                 self._file.write(lines)
-        self.store.about(step, len(due.counted))
-        return self._update(due.update)
+        self.store.about(due.step, len(counted))
+        return self._update(due)
 
     def _answer(self, answer: AnswerSlice) -> None:
-        slice_, step, priority, ranks, flags = answer
+        slice_, step, priority, ranks, flags, _ = answer
         version = self.store.version(slice_)
         if 0 < step < version.step:
             flags |= Flag.LATE
@@ -200,7 +204,8 @@ class Counting:
             over = [peer for peer, until in self._leaving if now >= until]
             self._leaving = [each for each in self._leaving if each[0] not in over]
             awaited = self.machine.awaited() if self._elastic else set()
-            unlike, self._numbers.unlike = self._numbers.unlike, {}
+            unlike = dict(self._unlike)
+            self._unlike.clear()
         for peer in over:
             peer.stream.close()
         for rank, why in unlike.items():

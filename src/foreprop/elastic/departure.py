@@ -19,7 +19,7 @@ from foreprop.elastic.positions import decode_positions
 from foreprop.elastic.whereabouts import LIMIT_BYTES
 from foreprop.errors import ForepropError, RemoteProtocolError
 from foreprop.hooks.modelhooks import ModelBuffers
-from foreprop.link.connection import Connection, bounded
+from foreprop.link.connection import Connection, FrameOwner, bounded
 from foreprop.path.worker import WorkerEngine
 
 
@@ -53,17 +53,11 @@ class MemberNotices:
         self.attendance = Attendance(engine)
         self.given: GivenBlobs | None = None
         """What this rank has for newcomers."""
-        engine.window_steps, engine.end_window = 1, self.attendance.end_step
-        close, attendance = engine.close, self.attendance
 
-        def end(failure: BaseException | None = None) -> None:
-            if failure is None:
-                with contextlib.suppress(ForepropError):  # the session is over; closing says so
-                    attendance.end()
-            close(failure)
-
-        engine.close = end
-        engine.use(self)
+    def end(self) -> None:
+        """This member is about to say goodbye."""
+        with contextlib.suppress(ForepropError):  # the session is over; closing says so
+            self.attendance.end()
 
     def give(self, buffers: ModelBuffers, frozen: Sequence[torch.Tensor]) -> None:
         """To newcomers, in an elastic session."""
@@ -197,13 +191,13 @@ class LatePushes:
     """Owns the answers to slices, on a worker that may be a backup: finds those that are newer.
 
     Then it holds parameters of two steps, and its next gradients must not count
-    (`core.counting_server`).
+    (`core.firstmembers`).
     """
 
     kinds = frozenset({Kind.REPLY})
 
-    def __init__(self, engine: WorkerEngine) -> None:
-        self._inner = engine.owners[Kind.REPLY]
+    def __init__(self, engine: WorkerEngine, inner: FrameOwner) -> None:
+        self._inner = inner
         self._lock = engine.lock
         self._newer_than = 0
         """The last step of which an answer was newer, or 0."""
@@ -212,8 +206,6 @@ class LatePushes:
         self.late_steps = 0
         """Steps whose pushes were not to count, for that."""
         self._counted_step = 0
-        engine.owners[Kind.REPLY] = self
-        engine.flags_of = self.flags_of
 
     def flags_of(self, step: int) -> int:
         """More flags of the pushes of a step."""

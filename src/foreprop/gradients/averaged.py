@@ -136,12 +136,6 @@ class AveragedParameter:
         """This rank's own, if it has not left."""
         return self._seen.tensor() if self._own else None
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether ``p.grad`` is not what autograd has put there, or is there no more."""
-        gradient = self.parameter.grad
-        return self._own and (gradient is None or gradient is not self._seen.tensor())
-
     def gradient_came(self) -> None:
         """Autograd has made one before this was there to be told of it."""
         self._on_gradient(self.parameter)
@@ -224,24 +218,27 @@ class AveragedParameter:
 
     def _begin_round(self, gradient: torch.Tensor | None) -> None:
         """Have the gradient averaged; None: this rank has none."""
+        if self._update is not None:  # nothing has used the parameter: its average is still here
+            self.settle()
         if self.counts_rows:
             from foreprop.path.sums import count_rows
 
             self.touched_rows = count_rows(gradient)
         if self._part.under_way:
             self._part.end()  # of an earlier gradient, which has changed since
+        dropped = self._own and self.parameter.grad is None  # by hand: the step leaves it out
         self._own = False
         self._in_rounds = True
-        self._part.begin(gradient)
+        self._part.begin(gradient, dropped=dropped)
 
     def leave_out(self) -> None:
         """The round is closed before its gradient has left: it is averaged in the next one."""
-        # what has been discarded is not, though somebody (a sending thread, too) may hold it still
-        counts = self.passes > self.discards
-        own = self._own or (self._under_way and self.left and counts)
+        own = self._own or (self._under_way and self.left)
         if not self.left and self._part.is_expected:
             self._begin_round(None)
-        self._own = own and self._seen.tensor() is not None
+        # one that has been dropped may still be there, until it has been sent
+        gradient = self._seen.tensor()
+        self._own = own and gradient is not None and self.parameter.grad is gradient
 
     def end_round(self) -> None:
         """Wait for the average, which nobody will look at."""

@@ -44,7 +44,7 @@ class RoundPart:
         self.under_way = False
         """Its average has not been shown yet."""
         self.gave = False
-        """This rank had a gradient in it."""
+        """This rank had a gradient in it, or has dropped it since: no other's is to be used."""
         self.kept = False
         """Or it kept an earlier average, as all ranks must."""
         self.pack: Pack | None = None
@@ -108,11 +108,11 @@ class RoundPart:
         """Whether the pack is to wait for it: it comes at the end of the step at the latest."""
         return self.is_counted or (self._owner.wanted and self.is_expected)
 
-    def begin(self, gradient: torch.Tensor | None) -> None:
+    def begin(self, gradient: torch.Tensor | None, *, dropped: bool) -> None:
         """Have the gradient averaged; None: this rank has none. The last round must be over."""
         self.serial = self._rounds.serial
         self.under_way, self._answered = True, False
-        self.gave, self.kept = gradient is not None, False
+        self.gave, self.kept = gradient is not None or dropped, False
         self.scalings.clear()
         if self.pack is not None:
             self.pack.add(self, gradient)

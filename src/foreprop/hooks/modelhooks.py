@@ -290,6 +290,20 @@ class SharedBuffers:
         self._rank = world.rank
         self.publishes = world.rank == 0 and world.size > 1
         self._shown_step = 0
+        self._are_own = False
+        self._have_come = False
+
+    def keep_own(self) -> None:
+        """Every rank's are its own: rank 0's are not shown."""
+        self._are_own = True
+
+    def have_come(self) -> None:
+        """A newcomer's come with the values."""
+        self._have_come = True
+
+    def forget_shown(self) -> None:
+        """They have been loaded: an evaluation shows rank 0's all the same."""
+        self._shown_step = -1
 
     def publish(self, step: int) -> None:
         """Rank 0: these are the buffers after ``step``."""
@@ -299,13 +313,13 @@ class SharedBuffers:
 
     def show(self, step: int) -> None:
         """Make the local buffers rank 0's after ``step``."""
-        if self._rank != 0 and self._shown_step != step:
+        if self._rank != 0 and self._shown_step != step and not self._are_own:
             self._buffers.check_size()
             self.fetch(step)
             self._shown_step = step
 
     def fetch(self, step: int) -> None:
-        if tensors := self._buffers.now():
+        if not self._have_come and (tensors := self._buffers.now()):
             unpack_into(tensors, self._engine.fetch_blob(BUFFERS_BLOB, step))
 
 

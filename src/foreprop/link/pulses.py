@@ -44,10 +44,15 @@ def read_greeting(payload: memoryview) -> tuple[bytes, str]:
     return session_id, "".join(each for each in text if each.isprintable())
 
 
+Lost = Callable[[int, str], object]
+"""Told by whose number nothing was heard for too long, and that in words."""
+
+
 class _Pulse:
-    def __init__(self, sock: socket.socket, name: str, config: Config) -> None:
+    def __init__(self, sock: socket.socket, name: str, config: Config, lost: Lost) -> None:
         self.sock = sock
         self.name = name
+        self.lost = lost
         self.silence = Silence(config.silence_report_s, config.silence_timeout_s)
 
     def hears(self) -> bool | None:
@@ -73,8 +78,6 @@ class Pulses:
     """
 
     def __init__(self, own: str, config: Config, *, beats: bool) -> None:
-        self.lost: Callable[[int, str], object] = lambda _number, _why: None
-        """Told whom nothing was heard of for too long, and that in words."""
         self._own = own
         self._config = config
         self._beats = beats
@@ -85,11 +88,11 @@ class Pulses:
     def __len__(self) -> int:
         return len(self._pulses)
 
-    def add(self, number: int, sock: socket.socket, name: str) -> None:
-        """In the place of the one before."""
+    def add(self, number: int, sock: socket.socket, name: str, lost: Lost) -> None:
+        """In the place of the one before; ``lost`` is told if nothing is heard for too long."""
         with self._lock:
             before = self._pulses.pop(number, None)
-            self._pulses[number] = _Pulse(sock, name, self._config)
+            self._pulses[number] = _Pulse(sock, name, self._config, lost)
         if before is not None:
             before.sock.close()
 
@@ -136,7 +139,7 @@ class Pulses:
         elif verdict == "lost":
             self.drop(number)
             why = f"{self._own} has heard nothing of it for {limit_s:g} s (silence_timeout_s)"
-            self.lost(number, f"{pulse.name} is gone: {why}")
+            pulse.lost(number, f"{pulse.name} is gone: {why}")
 
     def close(self) -> None:
         with self._lock:
@@ -154,6 +157,8 @@ class WorkerPulses:
 
     def __init__(self, rank: int, config: Config) -> None:
         self.heard = Pulses(f"rank {rank}", config, beats=False)
+        self._listeners: list[Lost] = []
+        self._losses: list[tuple[int, str]] = []
         self._rank = rank
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -171,7 +176,22 @@ class WorkerPulses:
                 )
                 self._thread.start()
             _hand_over(self._control, [sock])
-            self.heard.add(server, sock, name)
+            self.heard.add(server, sock, name, self._lose)
+
+    def tell(self, lost: Lost) -> None:
+        """Also of who has been lost before."""
+        with self._lock:
+            before = list(self._losses)
+            self._listeners.append(lost)
+        for loss in before:
+            lost(*loss)
+
+    def _lose(self, server: int, why: str) -> None:
+        with self._lock:
+            self._losses.append((server, why))
+            listeners = list(self._listeners)
+        for lost in listeners:
+            lost(server, why)
 
     def _listen(self) -> None:
         while not self._over.wait(PULSE_S):

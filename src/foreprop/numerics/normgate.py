@@ -49,7 +49,7 @@ class NormGate:
         skip, coefficient = self._aggregation.skips(norm), self._aggregation.coefficient(norm)
         with self._executor.lock:
             instructions = self._machine.handle(NormArrived(peer.number, header.step, skip))
-            self._updates.coefficient = coefficient
+            self._updates.use_coefficient(coefficient)
         if self._executor.host.index == 0:
             for other in range(1, self._executor.peers.count):
                 self._executor.answer(other, Kind.NORM, header, bytes(payload))

@@ -126,7 +126,7 @@ class WorkerNorm:
             engine.slices, engine.manifest.knobs.packs, parameters=len(engine.parameters)
         )
         self._use_outside: Callable[[int, float], None] | None = None
-        engine.norm_of = self._norms.of
+        self.of = self._norms.of
 
     def room(self, peer: Connection, header: Header) -> memoryview:
         most = len(self._engine.slices) + len(self._engine.parameters)  # in packs there are more

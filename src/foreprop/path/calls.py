@@ -1,23 +1,17 @@
-"""What a server is told and asked beside slices: numbers, states, blobs, waits, goodbyes."""
+"""What a server is told and asked beside slices: states, blobs, waits, goodbyes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-import msgspec
-
-from foreprop.core.agreement import describe_groups
 from foreprop.core.barrier import StepBarrier
-from foreprop.core.decoding import decoded
 from foreprop.core.frames import PeerLeft
-from foreprop.core.manifest import BUFFERS_BLOB, Hyperparameters, Manifest, Number
+from foreprop.core.manifest import BUFFERS_BLOB, Manifest
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.errors import RemoteProtocolError, TrainingLoopError
+from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Collecting, Connection, bounded, exactly, nothing
 from foreprop.path.executor import Executor
-from foreprop.path.optimizer import with_scale
 
 
 class StateStore(Protocol):
@@ -235,114 +229,3 @@ def which_blob(header: Header, manifest: Manifest) -> int:
     if header.slice >= len(manifest.blob_bytes):
         raise RemoteProtocolError(f"there is no blob {header.slice}")
     return header.slice
-
-
-# The optimizer's numbers.
-_GROUPS = msgspec.json.Decoder(tuple[Hyperparameters, ...])
-
-
-_KEPT_STEPS = 3
-"""Some slices may be updated while others are in the step before."""
-
-
-class HyperparameterHistory:
-    """The optimizer's numbers by step, as each peer of a server announced them.
-
-    ``ranks`` are the peers' (of relays their first workers'), for messages.
-    """
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = ranks
-        self._by_peer: list[list[tuple[int, tuple[Hyperparameters, ...]]]] = [[] for _ in ranks]
-        self._agreed: dict[int, tuple[Hyperparameters, ...]] = {}
-
-    def announce(self, peer: int, step: int, groups: tuple[Hyperparameters, ...]) -> None:
-        history = self._by_peer[peer]
-        history.append((step, groups))
-        del history[:-4]
-
-    def at(self, step: int, ranks: Sequence[int] = ()) -> tuple[Hyperparameters, ...]:
-        """What all ranks agree on for this step; raises `ForepropError` if they do not.
-
-        ``ranks``, whose gradients it is about, are no matter, for all are in this step.
-        """
-        agreed = self._agreed.get(step)
-        if agreed is None:
-            said: list[tuple[Hyperparameters, ...]] = []
-            for rank, history in zip(self._ranks, self._by_peer, strict=True):
-                for announced, groups in reversed(history):
-                    if announced <= step:
-                        said.append(groups)
-                        break
-                else:
-                    raise RemoteProtocolError(f"rank {rank} pushed before it sent hyperparameters")
-                if said[-1] != said[0]:
-                    ranks = (self._ranks[0], rank)
-                    raise TrainingLoopError(describe_groups(step, ranks, said[0], said[-1]))
-            agreed = self._agreed[step] = said[0]
-            if len(self._agreed) > _KEPT_STEPS:
-                del self._agreed[next(iter(self._agreed))]
-        return agreed
-
-
-def decode_groups(
-    payload: memoryview, expected: Sequence[Hyperparameters]
-) -> tuple[Hyperparameters, ...]:
-    groups = decoded(_GROUPS, payload, "hyperparameters")
-    if [sorted(g) for g in groups] != [sorted(g) for g in expected]:
-        raise RemoteProtocolError("hyperparameters have other names than at the start")
-    for group, begun_with in zip(groups, expected, strict=True):
-        for name, number in group.items():
-            if not _are_alike(number, begun_with[name]):
-                raise RemoteProtocolError(
-                    f"hyperparameters: {name} is {str(number)[:40]}, and was {begun_with[name]}"
-                )
-    return groups
-
-
-def _are_alike(number: Number, other: Number) -> bool:
-    """Whether an optimizer can be told the one where it was told the other."""
-    if isinstance(number, list):
-        return isinstance(other, list) and len(number) == len(other)
-    if number is None or other is None:
-        return number is other
-    # a whole number may be larger than any other
-    return not isinstance(other, list) and abs(number) <= sys.float_info.max
-
-
-HYPERPARAMETERS_LIMIT_BYTES = 1 << 20
-
-
-class AnnouncedNumbers:
-    """Owns the optimizer's numbers, as each peer announces them.
-
-    ``pass_on`` is a relay's: called with what its first worker says.
-    """
-
-    kinds = frozenset({Kind.HYPERPARAMETERS})
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        executor: Executor,
-        *,
-        pass_on: Callable[[Header, memoryview], None] | None = None,
-    ) -> None:
-        scale = 1.0 if manifest.knobs.aggregation.skip_nonfinite else None
-        self._groups = with_scale(manifest.optimizer.groups, scale)
-        """What the numbers look like."""
-        self._history = HyperparameterHistory([ranks.start for ranks in executor.peers.ranks])
-        self._lock = executor.lock
-        self._pass_on = pass_on
-        self.at = self._history.at
-        """What all agree on for a step; raises `ForepropError`. Called with the lock held."""
-
-    def room(self, peer: Connection, header: Header) -> memoryview:
-        return bounded(header, HYPERPARAMETERS_LIMIT_BYTES)
-
-    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
-        groups = decode_groups(payload, self._groups)
-        with self._lock:
-            self._history.announce(peer.number, header.step, groups)
-        if self._pass_on is not None and peer.number == 0:
-            self._pass_on(header, payload)

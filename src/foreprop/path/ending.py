@@ -23,6 +23,7 @@ from foreprop.link.connection import Connection, Later
 from foreprop.path.progress import NOTHING, Progress
 
 if TYPE_CHECKING:
+    from foreprop.path.pipeline import Losses
     from foreprop.path.requests import Inquiry
 
 _NAMED_S = 2.0
@@ -52,10 +53,7 @@ class Ending:
         stop_sending: Callable[[], None],
     ) -> None:
         self.finished = threading.Event()
-        self.outlives: Callable[[Connection], bool] = lambda _: False
-        """Whether the session goes on although this server is gone."""
-        self.cut: Callable[[Connection], object] = lambda peer: peer.stream.close()
-        """Ends a connection for this side; its receiving thread then says that it is lost."""
+        self._losses: Losses | None = None
         self._silent: dict[int, str] = {}
         self._connections = connections
         self._servers = names
@@ -80,6 +78,10 @@ class Ending:
             for peer in connections
         ]
 
+    def survives(self, losses: Losses | None) -> None:
+        """``losses``: by which the session goes on, if it does."""
+        self._losses = losses
+
     def start(self) -> None:
         """Receive from now on."""
         for thread in self.threads:
@@ -101,7 +103,9 @@ class Ending:
     def on_lost(self, peer: Connection, why: str) -> None:
         """A server has gone; if it went with its worker, the other servers name that."""
         silent = self._silent.pop(peer.number, "")
-        if self.outlives(peer) or self._closing or self.failed.wait(_CAUSE_S):
+        if self._losses is not None and self._losses.outlives(peer):
+            return
+        if self._closing or self.failed.wait(_CAUSE_S):
             return
         why = why or f"its connection to rank {self._rank} closed"
         why = silent or f"{self._servers[peer.number]} is gone: {why}"
@@ -120,7 +124,11 @@ class Ending:
     def lose_silent(self, server: int, why: str) -> None:
         """A server is stopped, or cut off: its connection does not tell. Any thread."""
         self._silent[server] = why
-        self.cut(self._connections[server])
+        peer = self._connections[server]
+        if self._losses is None:
+            peer.stream.close()
+        else:
+            self._losses.cut(peer)
 
     def fail(self, error: ForepropError) -> None:
         """Keep the first error, and give up all connections: nothing more is coming."""

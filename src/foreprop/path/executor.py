@@ -23,7 +23,8 @@ from foreprop.core.frames import (
 )
 from foreprop.core.wire import Header
 from foreprop.errors import Failure, InternalError, TransportError
-from foreprop.link.connection import Connection
+from foreprop.link.connection import EMPTY, Connection
+from foreprop.path.pipeline import NOTHING_LEAVES, Pipeline
 
 if TYPE_CHECKING:
     from foreprop.observe.trace import TraceRecorder
@@ -133,7 +134,7 @@ class Host(Protocol):
 
 
 class Machine(Protocol):
-    """`WorkerMachine`, `ServerMachine` or `RelayMachine`."""
+    """`WorkerMachine` or `ServerMachine`."""
 
     def handle(self, event: Any) -> Sequence[object]: ...
 
@@ -169,10 +170,13 @@ class Executor:
             FailSession: self._fail,
             Finish: lambda _: host.end(),
         }
-        self.payload_of: Callable[[SendFrame], memoryview] = _unknown_payload
-        """Of a frame without a token, which is about to be sent."""
-        self.on_sent: Callable[[SendFrame, int, int], None] | None = None
-        """Told of each frame that has left, its size, and when it began."""
+        self.pipeline = NOTHING_LEAVES
+
+    def use(self, pipeline: Pipeline) -> None:
+        """For all frames, from the first on."""
+        if self.pipeline is not NOTHING_LEAVES:
+            raise InternalError("a pipeline stays as it is")
+        self.pipeline = pipeline
 
     # Deciding and doing.
     def dispatch(self, event: object) -> None:
@@ -227,7 +231,11 @@ class Executor:
     # The sending threads.
     def _transmit(self, frame: SendFrame) -> None:
         peer, kind, step, slice_, priority, flags, token = frame
-        payload = self.payload_of(frame) if token == NO_TOKEN else self._take(token)
+        if token == NO_TOKEN:
+            payload_of = self.pipeline.payload.get(kind)
+            payload = EMPTY if payload_of is None else payload_of(frame)
+        else:
+            payload = memoryview(self._messages.pop(token))
         trace = self.host.trace
         started_ns = trace.now_ns() if trace is not None else 0
         try:
@@ -236,11 +244,9 @@ class Executor:
             if self._undelivered is not None:
                 self._undelivered(error)
             return
-        if self.on_sent is not None:
-            self.on_sent(frame, len(payload), started_ns)
-
-    def _take(self, token: int) -> memoryview:
-        return memoryview(self._messages.pop(token))
+        sent = self.pipeline.sent.get(kind)
+        if sent is not None:
+            sent(frame, len(payload), started_ns)
 
     def _next_after_sent(self, peer: int) -> list[SendFrame]:
         with self.lock:
@@ -259,7 +265,3 @@ class Executor:
     def stop(self) -> None:
         """End the sending threads; the connections must be closed or idle."""
         self._outbox.stop()
-
-
-def _unknown_payload(frame: SendFrame) -> memoryview:
-    raise InternalError(f"nobody knows the payload of {frame!r}")

@@ -19,7 +19,7 @@ from foreprop.errors import Failure, RemoteProtocolError
 from foreprop.link.connection import Connection, FailureReports, FrameOwner, bounded
 from foreprop.link.stream import Stream
 from foreprop.path.executor import Host
-from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
+from foreprop.path.optimizer import maybe_served
 from foreprop.version import __version__
 
 
@@ -334,7 +334,9 @@ def unknown_optimizer(manifest: Manifest, by_rows: Collection[str] = ()) -> str 
     """What to say of an optimizer that servers do not apply; ``by_rows`` are those for rows."""
     name = manifest.optimizer.name
     for info in manifest.parameters:
-        allowed = by_rows if info.rows else ELEMENTWISE_OPTIMIZERS
-        if info.group != NO_GROUP and name not in allowed:
-            return f"optimizer {name!r} is not one that servers apply"
+        is_known = name in by_rows if info.rows else maybe_served(name) is not None
+        if info.group != NO_GROUP and not is_known:
+            from foreprop.config.plugins import HOW
+
+            return f"optimizer {name!r} is not one that servers apply. If it is yours, {HOW}"
     return None

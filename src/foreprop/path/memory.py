@@ -182,7 +182,6 @@ class SliceMemory:
         self, manifest: Manifest, slices: Sequence[Slice], memory: Sequence[ParameterMemory]
     ) -> None:
         self.casts: Casts | None = None
-        """If some slices travel in another type."""
         itemsizes = [ITEMSIZE_BYTES[info.dtype] for info in manifest.parameters]
         self._extents = [
             (
@@ -193,6 +192,10 @@ class SliceMemory:
             for piece in slices
         ]
         self._memory = memory
+
+    def use_casts(self, casts: Casts) -> None:
+        """Some slices travel in another type."""
+        self.casts = casts
 
     def take_gradient(self, slice_: int) -> memoryview:
         """As it travels, once. Sending thread."""

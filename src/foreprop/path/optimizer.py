@@ -40,9 +40,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
     """Why servers cannot apply it slice by slice; None if they can."""
     cls = type(optimizer)
-    if ELEMENTWISE_OPTIMIZERS.get(cls.__name__) is cls:
+    if maybe_served(cls.__name__) is cls:
         return None
-    own = "it is not one of torch.optim's, and servers build the optimizer from its name"
+    own = (
+        "it is not one of torch.optim's, nor registered (foreprop.register_optimizer), and servers"
+        " build the optimizer from its name"
+    )
     return _REASONS.get(cls.__name__, own) if cls.__module__.startswith("torch.") else own
 
 
@@ -167,7 +170,7 @@ def checked_dtype(name: str, parameter: torch.nn.Parameter) -> str:
     return dtype
 
 
-ELEMENTWISE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
+ELEMENTWISE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls
     for cls in (
         torch.optim.SGD,
@@ -184,6 +187,16 @@ ELEMENTWISE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     )
 }
 """Each updates every element from that element alone, so it gives the same bits on slices."""
+
+
+def maybe_served(name: str) -> type[torch.optim.Optimizer] | None:
+    """The class of this name that servers apply, a user's as well."""
+    known = ELEMENTWISE_OPTIMIZERS.get(name)
+    if known is None and not hasattr(torch.optim, name):
+        from foreprop.path.ownoptimizers import maybe_installed_optimizer
+
+        known = maybe_installed_optimizer(name)
+    return known
 
 
 def with_scale(

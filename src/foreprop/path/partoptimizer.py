@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,6 +73,13 @@ class PartOptimizer:
         self._received, self.group = state or None, None
         if self._received is None:
             self.made = None
+
+
+def one_by_one(cls: type[torch.optim.Optimizer]) -> dict[str, bool]:
+    """What has an optimizer take its plain loop; a user's may have no other."""
+    is_torchs = cls.__module__.startswith("torch.")
+    has_choice = is_torchs or "foreach" in inspect.signature(cls.__init__).parameters
+    return {"foreach": False} if has_choice else {}
 
 
 def begin_optimizer(

@@ -111,7 +111,6 @@ class Server:
 
         self.pulses = Pulses(self.name, config, beats=True)
         """By rank. Whoever comes has greeted on its own connection before."""
-        self.pulses.lost = self._lose_silent
 
     # Life.
     def run(self, listener: socket.socket) -> Failure | None:
@@ -249,7 +248,8 @@ class Server:
             whole.sock.close()
             return
         rank = whole.header.rank
-        self.pulses.add(rank, whole.sock, f"rank {rank} ({about} at {whole.address})")
+        name = f"rank {rank} ({about} at {whole.address})"
+        self.pulses.add(rank, whole.sock, name, self._lose_silent)
 
     def _lose_silent(self, rank: int, why: str) -> None:
         """It may be stopped, or cut off: its connection does not tell."""
@@ -347,7 +347,7 @@ class Server:
 
     def on_refused(self, peer: Connection, error: RemoteProtocolError) -> None:
         """A peer that breaks the rules loses its connection; a stranger costs nobody anything."""
-        from foreprop.core.collect import RanksApart  # which only servers need
+        from foreprop.core.closing import RanksApart  # which only servers need
 
         if isinstance(error, RanksApart):
             self._lose(peer, "TrainingLoopError", str(error))

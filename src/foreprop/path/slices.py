@@ -80,13 +80,10 @@ class Slices:
         self._names = names
         self._check = check
         self._trace = executor.host.trace
-        self.arrived: Callable[[PushArrived], None] | None = None
-        """Told of each push, with the lock held."""
-        self.begins: Callable[[Connection, int], None] | None = None
-        """Told of the first push of a peer's next step."""
+        self._arrived: Callable[[PushArrived], None] | None = None
+        self._begins: Callable[[Connection, int], None] | None = None
         self._incoming: dict[int, GradientBuffer] = {}  # by peer, what is arriving
         executor.doers[InstallValue] = _done_already
-        executor.payload_of = self.payload_of
 
     def room(self, peer: Connection, header: Header) -> memoryview:
         kind, slice_ = header.kind, header.slice
@@ -117,14 +114,14 @@ class Slices:
             whose = self._executor.peers.name(peer.number)
             self._check(buffer.tensor, whose, self._names[slice_], step)
         event = PushArrived(peer.number, slice_, step, priority, header.flags)
-        if self.begins is not None and step > peer.last_step:
-            self.begins(peer, step)
+        if self._begins is not None and step > peer.last_step:
+            self._begins(peer, step)
         with self._lock:
             if buffer is not None:  # a refused push ends the session, so it is never summed
                 self._store.put_gradient(slice_, peer.number, buffer)
             instructions = self._machine.handle(event)
-            if self.arrived is not None:
-                self.arrived(event)
+            if self._arrived is not None:
+                self._arrived(event)
         peer.last_push = (slice_, step)
         if self._trace is not None:
             name, began_ns = self._names[slice_], peer.receive_started_ns
@@ -149,7 +146,12 @@ class Slices:
         return EMPTY
 
     def watch(self, begins: Callable[[Connection, int], None]) -> None:
-        self.begins = begins
+        """``begins`` is told of the first push of each step of a peer."""
+        self._begins = begins
+
+    def note_arrivals(self, arrived: Callable[[PushArrived], None]) -> None:
+        """``arrived`` is told of each push, with the lock held."""
+        self._arrived = arrived
 
     # What it waits for.
     def __contains__(self, number: int) -> bool:
@@ -188,8 +190,7 @@ class Updates:
         settings_at: SettingsAt,
         names: Sequence[str],
     ) -> None:
-        self.coefficient = 1.0
-        """For the gradients of the step whose updates are under way."""
+        self._coefficient = 1.0
         self._machine = machine
         self._executor = executor
         self._lock = executor.lock
@@ -197,13 +198,18 @@ class Updates:
         self._settings_at = settings_at
         self._names = names
         self._trace = executor.host.trace
-        self.updated: Callable[[int], None] | None = None
-        """Told of each slice that is updated, with the lock held."""
+        self._updated: Callable[[int], None] | None = None
         self._updated_ns: dict[tuple[int, int], int] = {}  # by slice and step, for the trace
         executor.doers[UpdateSlice] = self._update
         executor.doers[SendSquares] = self._send_squares
-        if self._trace is not None:
-            executor.on_sent = self._on_sent
+
+    def use_coefficient(self, coefficient: float) -> None:
+        """For the gradients of the step whose updates are under way."""
+        self._coefficient = coefficient
+
+    def note_updates(self, updated: Callable[[int], None]) -> None:
+        """``updated`` is told of each slice that is updated, with the lock held."""
+        self._updated = updated
 
     def _update(self, update: UpdateSlice) -> Sequence[object]:
         """Do the one update that is under way; returns what follows from it."""
@@ -216,12 +222,12 @@ class Updates:
         else:
             with self._lock:
                 groups = self._settings_at(update.step, update.ranks) if update.ranks else ()
-            self._store.update(update.slice, update.ranks, groups, self.coefficient)
+            self._store.update(update.slice, update.ranks, groups, self._coefficient)
         if self._trace is not None:
             self._note_updated(self._trace, update, started_ns)
         with self._lock:
-            if self.updated is not None:
-                self.updated(update.slice)
+            if self._updated is not None:
+                self._updated(update.slice)
             return self._machine.handle(finished)
 
     def _send_squares(self, known: SendSquares) -> None:
@@ -237,8 +243,8 @@ class Updates:
         self._updated_ns.pop((update.slice, update.step - 2), None)
         self._updated_ns[update.slice, update.step] = trace.now_ns()
 
-    def _on_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
-        if self._trace is not None and frame.kind == Kind.REPLY:
+    def reply_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
+        if self._trace is not None:
             peer, kind, step, slice_, priority, flags, _ = frame
             sent = Header(kind, flags, peer, step, slice_, priority, size_bytes)
             queued_ns = self._updated_ns.get((slice_, step), started_ns)

@@ -22,8 +22,8 @@ from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.slicing import Slice
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.memory import bytes_of
-from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
-from foreprop.path.partoptimizer import PartOptimizer, Step
+from foreprop.path.optimizer import maybe_served
+from foreprop.path.partoptimizer import PartOptimizer, Step, one_by_one
 from foreprop.path.samebatch import SameBatch
 from foreprop.path.sums import (
     Extent,
@@ -91,8 +91,8 @@ class SliceTensors:
         self.staged: GradientBuffer | None = None
         self.average: torch.Tensor | None = None  # moving, if there is one
         self.total: torch.Tensor | None = None  # the gradients' sum, if made before the update
-        # foreach=False: what one tensor gets by default, without looking into it each time
-        self.optimizer = PartOptimizer(optimizer, self.parameter, foreach=False)
+        # the plain loop is what one tensor gets by default, without looking into it each time
+        self.optimizer = PartOptimizer(optimizer, self.parameter, **one_by_one(optimizer))
 
 
 class SliceStore:
@@ -107,7 +107,7 @@ class SliceStore:
         self._aggregation = manifest.knobs.aggregation
         limit = self._aggregation.clip_grad_value
         self._clips = self._aggregation.needs_norm or limit is not None
-        optimizer = ELEMENTWISE_OPTIMIZERS.get(manifest.optimizer.name, torch.optim.Optimizer)
+        optimizer = maybe_served(manifest.optimizer.name) or torch.optim.Optimizer
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
         self._step: Step = inspect.unwrap(optimizer.step)
         self._group_of = [info.group for info in manifest.parameters]

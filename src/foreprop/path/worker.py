@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from foreprop.config import Config
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
-    PACE_STEPS,
     Closing,
     CompleteParameter,
     GradientReady,
@@ -33,21 +32,19 @@ from foreprop.core.manifest import Manifest
 from foreprop.core.sendqueue import turns_of
 from foreprop.core.wire import DAMAGE_BYTES, Damage, Flag, Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
-from foreprop.errors import Failure, InternalError, RemoteProtocolError
+from foreprop.errors import Failure, RemoteProtocolError
 from foreprop.link.connection import (
     EMPTY,
     Connection,
     FailureReports,
-    FrameOwner,
     Later,
-    Service,
     exactly,
-    owners_of,
 )
 from foreprop.link.stream import Stream
 from foreprop.path.ending import GOODBYE_S, Ending
 from foreprop.path.executor import Executor
 from foreprop.path.memory import ParameterMemory, SliceMemory, push_window
+from foreprop.path.pipeline import Features, Pipeline, Receivers
 from foreprop.path.progress import Progress
 
 if TYPE_CHECKING:
@@ -83,10 +80,7 @@ class WorkerEngine:
         self.lock = threading.RLock()
         self.measures = False
         """Whether gradients are sent to be measured."""
-        self.norm_of: Callable[[int], float] = _no_norm
-        """Of a step; blocks until it is known."""
-        self.flags_of: Callable[[int], int] | None = None
-        """More flags of a step's pushes."""
+        self._features = Features()
         self._servers = servers or [f"server {i}" for i in range(len(streams))]  # for messages
         self._aggregation = manifest.knobs.aggregation
         self.every_parameter = self._aggregation.needs_every_parameter
@@ -108,18 +102,16 @@ class WorkerEngine:
         )
         self.priority_of, self.is_complete = self._machine.priority_of, self._machine.is_complete
         self._welcomes = self.steps = 0
-        self.end_window: Callable[[int], None] | None = None
-        """Told every so many steps how many are done: to tell the servers this rank's pace."""
-        self.window_steps = PACE_STEPS
+        self._after_step: list[Callable[[], None]] = []
         self._offered = 0  # values that have still to leave
         self._connect(streams)
 
     def _connect(self, streams: Sequence[Stream]) -> None:
-        self.owners: dict[int, FrameOwner] = {}
+        self.receivers = Receivers()
         self.connections = [
             Connection(
                 stream,
-                self.owners,
+                self.receivers,
                 sender=self.rank,
                 whose="server",
                 give_up_s=GOODBYE_S,
@@ -137,8 +129,6 @@ class WorkerEngine:
             undelivered=self.broke,
         )
         self.executor.doers[CompleteParameter] = self.progress.parameter_complete
-        self.executor.payload_of = self._payload_of
-        self.executor.on_sent = self._on_sent
         self._requests = Later({Kind.BLOB_REPLY, Kind.STATE_REPLY}, self._make_requests)
         self._inquiry = Later({Kind.STATUS_REPLY}, self._make_inquiry)
         self.ending = Ending(
@@ -151,18 +141,23 @@ class WorkerEngine:
             begin_closing=lambda: self._dispatch(Closing()),
             stop_sending=self.executor.stop,
         )
-        self._services: list[Service] = []
         failures = FailureReports(lambda _, failure: self.fail(failure))
         # what a session asks of its engine, and others do
-        self.give_up, self.close = self.ending.give_up, self.ending.close
-        self.end = self.ending.finished.set
-        self.use(self, self._requests, self._inquiry, failures)
+        self.give_up, self.end = self.ending.give_up, self.ending.finished.set
+        self.receivers.add(self, self._requests, self._inquiry, failures)
 
-    def use(self, *services: Service) -> None:
-        """These own frames from now on; before `join`."""
-        self._services += services
-        for kind, owner in owners_of(self._services).items():
-            self.owners.setdefault(kind, owner)
+    def compose(self, features: Features) -> None:
+        """Once, before `join`: with what it does for each frame from then on."""
+        self._features = features
+        encode = {} if features.encode is None else {Kind.PUSH: features.encode}
+        self.executor.use(
+            Pipeline(
+                payload={Kind.PUSH: self._gradient_of, Kind.VALUE: self._values_of},
+                encode=encode,
+                sent={Kind.PUSH: self._push_sent, Kind.VALUE: self._value_sent},
+            )
+        )
+        self.ending.survives(features.losses)
 
     # What only some sessions ask of servers.
     def _make_requests(self) -> Requests:
@@ -241,8 +236,8 @@ class WorkerEngine:
         if self.trace is not None:
             self.progress.gradient_ready(parameter, step)
             self._queued_ns[step & 1][parameter] = self.trace.now_ns()
-        if self.flags_of is not None:
-            flags |= self.flags_of(step)
+        if self._features.flags_of is not None:
+            flags |= self._features.flags_of(step)
         self._dispatch(GradientReady(parameter, step, flags, with_value))
 
     def announce_hyperparameters(self, step: int, data: bytes) -> None:
@@ -260,8 +255,15 @@ class WorkerEngine:
     def end_step(self, step: int) -> None:
         """Every rank decides by itself what it sends next; now and then all tell their pace."""
         self.steps += 1
-        if self.end_window is not None and self.steps % self.window_steps == 0:
-            self.end_window(self.steps)
+        while self._after_step:
+            self._after_step.pop()()
+        end_window = self._features.end_window
+        if end_window is not None and self.steps % self._features.window_steps == 0:
+            end_window(self.steps)
+
+    def after_step(self, do: Callable[[], None]) -> None:
+        """Once, at the end of the step that comes."""
+        self._after_step.append(do)
 
     def wait(self, parameter: int, step: int) -> None:
         """Block until the parameter's last reply is in; raises what went wrong meanwhile."""
@@ -283,7 +285,7 @@ class WorkerEngine:
         if not self._aggregation.needs_norm:
             return None
         self.progress.raise_if_failed()
-        return self.norm_of(step) if self.slices or self.shards else 0.0
+        return self._features.norm_of(step) if self.slices or self.shards else 0.0
 
     @property
     def queue_depth(self) -> int:
@@ -321,28 +323,36 @@ class WorkerEngine:
         for server in range(len(self.connections)):
             self.send_message(server, kind, step, priority, data)
 
-    # The sending threads.
-    def _payload_of(self, frame: SendFrame) -> memoryview:
-        if frame.kind == Kind.PUSH and not frame.flags & Flag.NO_GRADIENT:
-            return self.memory.take_gradient(frame.slice)
-        return self.memory.values(frame.slice) if frame.kind == Kind.VALUE else EMPTY
+    def close(self, failure: BaseException | None = None) -> None:
+        """Say goodbye, or why not: see `Ending.close`."""
+        if failure is None and self._features.before_goodbye is not None:
+            self._features.before_goodbye()
+        self.ending.close(failure)
 
-    def _on_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
-        kind, step, slice_ = frame.kind, frame.step, frame.slice
-        if kind == Kind.PUSH:
-            with self.lock:
-                self.counters.pushes += 1
-                self.counters.pushed_bytes += size_bytes
-            if self.trace is not None:
-                sent = Header(
-                    kind, frame.flags, frame.peer, step, slice_, frame.priority, size_bytes
-                )
-                parameter = self.slices[slice_].parameter
-                span, name = self.trace.slice_span, self.parameters[parameter].name
-                queued_ns = self._queued_ns[step & 1][parameter]
-                span(Stage.PUSH_QUEUED, name, sent, queued_ns, stop_ns=started_ns)
-                span(Stage.PUSH_SENT, name, sent, started_ns)
-        elif kind == Kind.VALUE and self._offered:
+    # The sending threads.
+    def _gradient_of(self, push: SendFrame) -> memoryview:
+        if push.flags & Flag.NO_GRADIENT:
+            return EMPTY
+        return self.memory.take_gradient(push.slice)
+
+    def _values_of(self, value: SendFrame) -> memoryview:
+        return self.memory.values(value.slice)
+
+    def _push_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
+        with self.lock:
+            self.counters.pushes += 1
+            self.counters.pushed_bytes += size_bytes
+        if self.trace is not None:
+            peer, kind, step, slice_, priority, flags, _ = frame
+            sent = Header(kind, flags, peer, step, slice_, priority, size_bytes)
+            parameter = self.slices[slice_].parameter
+            span, name = self.trace.slice_span, self.parameters[parameter].name
+            queued_ns = self._queued_ns[step & 1][parameter]
+            span(Stage.PUSH_QUEUED, name, sent, queued_ns, stop_ns=started_ns)
+            span(Stage.PUSH_SENT, name, sent, started_ns)
+
+    def _value_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
+        if self._offered:
             with self.lock:
                 self._offered -= 1
             self.progress.notify()
@@ -387,7 +397,7 @@ class WorkerEngine:
         kind, _, _, step, slice_, *_ = header
         if not 0 <= slice_ < len(self.slices) or self.slices[slice_].server != peer.number:
             raise RemoteProtocolError(f"{Kind(kind).name} of slice {slice_}, which is not its own")
-        codes = self.executor.payload_of != self._payload_of
+        codes = Kind.PUSH in self.executor.pipeline.encoded
         now = None if codes else self.memory.sent_gradient(slice_)
         data = None if now is None else bytes(now)  # it may be changing
         checksum = peer.stream.checksum
@@ -400,7 +410,3 @@ class WorkerEngine:
         self.executor.send(
             peer.number, Kind.PUSH, step, damage.priority, slice_, data, damage.flags
         )
-
-
-def _no_norm(step: int) -> float:
-    raise InternalError(f"nobody knows the norm of step {step}")

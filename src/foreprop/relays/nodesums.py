@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,13 +25,15 @@ from foreprop.core.frames import (
     Stage,
 )
 from foreprop.core.manifest import Manifest
-from foreprop.core.relay_machine import RelayMachine
+from foreprop.core.relay_machine import PassedUpwards
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError, TransportError
 from foreprop.link.connection import EMPTY, Connection, bounded, exactly
 from foreprop.observe.trace import RelayStage
 from foreprop.path.executor import Executor
+from foreprop.path.pipeline import Encode, Pipeline
 from foreprop.path.slices import SettingsAt, Slices
 from foreprop.path.sums import Extent, GradientBuffer, add_up, sum_dtype
 from foreprop.path.tensors import DTYPES
@@ -44,11 +46,10 @@ class Sums:
 
     def __init__(
         self,
-        machine: RelayMachine,
+        machine: ServerMachine[PassedUpwards],
         executor: Executor,
         store: RelayStore,
         settings_at: SettingsAt,
-        slices: Slices,
         names: Sequence[str],
         link: Connection,
     ) -> None:
@@ -58,21 +59,18 @@ class Sums:
         self._lock = executor.lock
         self._store = store
         self._settings_at = settings_at
-        self._payload_to_worker: Callable[[SendFrame], memoryview] = slices.payload_of
         self._names = names
         self._link = link
         self._trace = executor.host.trace
         self._leaving: GradientBuffer | None = None  # the sum that is under way to the server
         executor.doers[UpdateSlice] = self._sum
         executor.doers[Finish] = self._leave
-        executor.payload_of = self._payload_of
-        executor.on_sent = self._on_sent
 
     # From the server.
     def room(self, peer: Connection, header: Header) -> memoryview:
         if header.kind != Kind.REPLY:
             return bounded(header, 0)
-        if not self._machine.awaits(header.slice, header.step):
+        if not self._machine.closing.awaits(header.slice, header.step):
             raise RemoteProtocolError(
                 f"server {peer.rank} sent a reply for slice {header.slice}, step"
                 f" {header.step}, which is not awaited"
@@ -115,25 +113,36 @@ class Sums:
             self._link.send(Kind.BYE, 0, 0, 0, CONTROL_PRIORITY, EMPTY)
 
     # The sending threads.
-    def _payload_of(self, frame: SendFrame) -> memoryview:
-        if frame.peer != SERVER:
-            return self._payload_to_worker(frame)
+    def pipeline(self, slices: Slices, encode: Encode | None) -> Pipeline:
+        """``slices`` has what goes to workers."""
+        return Pipeline(
+            payload={
+                Kind.PUSH: self._sum_of,
+                Kind.VALUE: self._values_of,
+                Kind.REPLY: slices.payload_of,
+            },
+            encode={} if encode is None else {Kind.PUSH: encode},
+            sent={Kind.PUSH: self._sum_sent, Kind.REPLY: self._reply_sent},
+        )
+
+    def _sum_of(self, push: SendFrame) -> memoryview:
         with self._lock:
-            if frame.kind == Kind.VALUE:
-                return self._store.take_value(frame.slice, frame.step)
-            if frame.kind == Kind.PUSH:
-                self._leaving = self._store.take_sum(frame.slice)
+            self._leaving = self._store.take_sum(push.slice)
             return self._leaving.view if self._leaving is not None else EMPTY
 
-    def _on_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
+    def _values_of(self, value: SendFrame) -> memoryview:
+        with self._lock:
+            return self._store.take_value(value.slice, value.step)
+
+    def _reply_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
         peer, kind, step, slice_, priority, flags, _ = frame
-        about = Header(kind, flags, max(0, peer), step, slice_, priority, size_bytes)
-        if peer != SERVER:
-            if kind == Kind.REPLY:
-                self._span(Stage.REPLY_SENT, about, started_ns)
-            return
-        if kind == Kind.PUSH:
-            self._span(Stage.PUSH_SENT, about, started_ns)
+        about = Header(kind, flags, peer, step, slice_, priority, size_bytes)
+        self._span(Stage.REPLY_SENT, about, started_ns)
+
+    def _sum_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
+        _, kind, step, slice_, priority, flags, _ = frame
+        about = Header(kind, flags, 0, step, slice_, priority, size_bytes)
+        self._span(Stage.PUSH_SENT, about, started_ns)
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             with self._lock:

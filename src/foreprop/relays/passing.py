@@ -11,7 +11,7 @@ from collections.abc import Callable
 from foreprop.core.frames import SERVER
 from foreprop.core.manifest import Manifest
 from foreprop.core.norm import ENCODED_BYTES
-from foreprop.core.relay_machine import RelayMachine
+from foreprop.core.relay_machine import PassedUpwards
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import EMPTY, Connection, bounded, exactly, nothing
@@ -147,8 +147,8 @@ class PassedNorms:
 
     kinds = frozenset({Kind.NORM, Kind.NORM_PART})
 
-    def __init__(self, machine: RelayMachine, upward: Upward, *, parts: int) -> None:
-        self._machine = machine
+    def __init__(self, passed: PassedUpwards, upward: Upward, *, parts: int) -> None:
+        self._passed = passed
         self._upward = upward
         self._executor = upward.executor
         self._limit_bytes = max(1, parts) * ENCODED_BYTES
@@ -161,7 +161,7 @@ class PassedNorms:
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         if peer.joined:
             self._on_word_of_rank_zero(peer, header, payload)
-        elif header.kind == Kind.NORM_PART and self._machine.measures:
+        elif header.kind == Kind.NORM_PART and self._passed.measures:
             self._executor.answer_all(Kind.NORM_PART, header, payload)
         elif header.kind == Kind.NORM_PART and self._upward.has_rank_zero:
             self._executor.answer(0, Kind.NORM_PART, header, payload)

@@ -15,16 +15,18 @@ import torch
 from foreprop.config import Config
 from foreprop.core.frames import CONTROL_PRIORITY, SERVER, Peers, Stage
 from foreprop.core.manifest import Manifest
-from foreprop.core.relay_machine import RelayMachine, workers_of_node
+from foreprop.core.relay_machine import relay_machine, workers_of_node
 from foreprop.core.shards import slice_names
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure, RemoteProtocolError, failure_of
-from foreprop.link.connection import Connection, FailureReports, FrameOwner, Service, owners_of
+from foreprop.link.connection import Connection, FailureReports, FrameOwner, Service
 from foreprop.link.stream import Stream
 from foreprop.numerics.finite import check_finite
-from foreprop.path.calls import AnnouncedNumbers, Goodbyes, Waits
+from foreprop.path.calls import Goodbyes, Waits
 from foreprop.path.executor import Executor, Host
+from foreprop.path.hyperparameters import AnnouncedNumbers
 from foreprop.path.joining import unknown_optimizer
+from foreprop.path.pipeline import Encode, Receivers
 from foreprop.path.server import Server
 from foreprop.path.slices import Slices
 from foreprop.path.trainable import TrainableNotices
@@ -71,7 +73,7 @@ class RelayWork:
         self._connections = connections
         self._words = [info.name for info in manifest.parameters]
         slices = manifest.slices()
-        self._machine = RelayMachine(
+        self._machine = relay_machine(
             slices,
             server=host.index,
             peers=peers,
@@ -94,12 +96,14 @@ class RelayWork:
         store = RelayStore(manifest, slices, host.index)
         check = check_finite if manifest.knobs.aggregation.reports_nonfinite else None
         self._slices = Slices(self._machine, self._executor, store, self.names, check=check)
-        about = (self._settings.at, self._slices, self.names, link)
+        about = (self._settings.at, self.names, link)
         self._sums = Sums(self._machine, self._executor, store, *about)
         self._waits = Waits([self._rows, self._slices])
-        owners: dict[int, FrameOwner] = dict(owners_of(self._services()))
+        owners, encode = Receivers(), None
+        owners.add(*self._services())
         if manifest.knobs.compression:
-            self._use_codecs(owners)
+            encode = self._use_codecs(owners)
+        self._executor.use(self._sums.pipeline(self._slices, encode))
         self.owners: dict[int, FrameOwner] = {
             kind: owners[kind] for kind in _FROM_WORKERS & owners.keys()
         }
@@ -115,7 +119,7 @@ class RelayWork:
         yield TrainableNotices(*about, pass_on=upward.pass_on)
         yield PassedStates(manifest, upward, self._rows)
         yield PassedBlobs(manifest, upward)
-        yield PassedNorms(self._machine, upward, parts=len(self.names))
+        yield PassedNorms(self._machine.closing, upward, parts=len(self.names))
         needs_norm = manifest.knobs.aggregation.needs_norm
         asked = (self._waits, self._link, self._has_pushed)
         yield PassedStatuses(upward, *asked, needs_norm=needs_norm)
@@ -123,16 +127,17 @@ class RelayWork:
         goodbyes.others.append(self._rows.rank_left)
         yield goodbyes
 
-    def _use_codecs(self, owners: dict[int, FrameOwner]) -> None:
+    def _use_codecs(self, owners: Receivers) -> Encode:
         from foreprop.relays.sumcodecs import KeptResiduals, SumCodecs
 
         codecs = SumCodecs(self._manifest, self._executor, owners[Kind.REPLY], self._settings.at)
         kept = KeptResiduals(codecs.residuals, self._executor, owners[Kind.STATE])
-        for service in (codecs, kept):
-            owners.update(dict.fromkeys(service.kinds, service))
+        owners.put_before(codecs)
+        owners.put_before(kept)
+        return codecs.encode
 
     def _has_pushed(self, number: int, step: int) -> bool:
-        return self._machine.has_pushed(number, step) or self._rows.has_pushed(number, step)
+        return self._machine.closing.has_pushed(number, step) or self._rows.has_pushed(number, step)
 
     def start(self) -> None:
         """Ask the server; when it welcomes all relays, this one welcomes its workers."""
@@ -160,7 +165,7 @@ class RelayWork:
     def describe_awaited(self) -> str:
         """What has been passed on and not answered, or else what the workers have not pushed."""
         with self._executor.lock:
-            for slice_, step in self._machine.awaited():
+            for slice_, step in self._machine.closing.awaited():
                 return f"stage {Stage.REPLY_RECEIVED.value}, step {step}: {self.names[slice_]}"
             for _, step, text in self.incomplete():
                 return f"stage {Stage.PUSH_RECEIVED.value}, step {step}: {text}"
@@ -202,6 +207,7 @@ class Relay:
         )
         self._server_name = server_name
         self._name = f"the relay of node {node}"
+        self._plugins = config.plugins
         self._work: RelayWork | None = None
         self._silent = ""
         self._node = node
@@ -219,23 +225,22 @@ class Relay:
     def watch(self, pulse: socket.socket) -> None:
         """The server is to hear that this relay is there, and the other way round."""
         name = f"{self._server_name} at {pulse.getpeername()[0]}"
-        self._host.pulses.add(SERVER, pulse, name)
+        self._host.pulses.add(SERVER, pulse, name, self._lose_silent)
 
-        def lose(number: int, why: str) -> None:
-            if number != SERVER:
-                lose_rank(number, why)
-                return
-            self._silent = why
-            self.link.stream.close()
-
-        lose_rank = self._host.pulses.lost
-        self._host.pulses.lost = lose
+    def _lose_silent(self, _: int, why: str) -> None:
+        self._silent = why
+        self.link.stream.close()
 
     # What it is to its `Server`.
     def peers(self, manifest: Manifest) -> Peers:
         return workers_of_node(self._node, manifest.world_size, manifest.workers_per_push)
 
     def why_not(self, manifest: Manifest) -> str | None:
+        if self._plugins is not None:
+            from foreprop.config.plugins import maybe_missing
+
+            if (missing := maybe_missing(self._plugins)) is not None:
+                return missing
         if manifest.knobs.compression:
             from foreprop.compression.choosing import why_not
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from foreprop.compression.choosing import check_code, coded_slices
 from foreprop.compression.residuals import Residuals
-from foreprop.core.frames import SERVER, SendFrame
+from foreprop.core.frames import SendFrame
 from foreprop.core.manifest import SCALE, Manifest
 from foreprop.core.shards import slice_names
 from foreprop.core.wire import Flag, Header, Kind
@@ -31,7 +31,6 @@ class SumCodecs:
         self, manifest: Manifest, executor: Executor, inner: FrameOwner, settings_at: SettingsAt
     ) -> None:
         self._inner = inner
-        self._inner_payload_of = executor.payload_of
         self._lock = executor.lock
         self._trace = executor.host.trace
         self._names = slice_names(manifest)
@@ -41,14 +40,11 @@ class SumCodecs:
         self._slices = coded_slices(manifest, own)
         rank = executor.peers.first_rank(0)
         self.residuals = Residuals(manifest.parameters, self._slices, rank=rank)
-        executor.payload_of = self.payload_of
 
     # The sending threads.
-    def payload_of(self, frame: SendFrame) -> memoryview:
-        """Of a frame to the server: of a sum, its code."""
-        raw = self._inner_payload_of(frame)
-        is_sum = frame.peer == SERVER and frame.kind == Kind.PUSH
-        if not is_sum or frame.slice not in self._slices or not len(raw):
+    def encode(self, frame: SendFrame, raw: memoryview) -> memoryview:
+        """Of a sum, its code."""
+        if frame.slice not in self._slices or not len(raw):
             return raw
         started_ns = 0 if self._trace is None else self._trace.now_ns()
         if self._is_scaled:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from foreprop.config import Config
 from foreprop.core.barrier import StepBarrier
+from foreprop.core.closing import AllMembers
 from foreprop.core.frames import Peers
 from foreprop.core.manifest import Manifest
 from foreprop.core.sendqueue import turns_of
@@ -20,9 +21,8 @@ from foreprop.core.shards import slice_names
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure
-from foreprop.link.connection import Connection, Later, Service, owners_of
+from foreprop.link.connection import Connection, FrameOwner, Later, Service
 from foreprop.path.calls import (
-    AnnouncedNumbers,
     Blobs,
     Goodbyes,
     States,
@@ -31,7 +31,9 @@ from foreprop.path.calls import (
     Waits,
 )
 from foreprop.path.executor import Executor, Host
+from foreprop.path.hyperparameters import AnnouncedNumbers
 from foreprop.path.joining import unknown_optimizer
+from foreprop.path.pipeline import Payload, Pipeline, Receivers
 from foreprop.path.slices import CheckGradient, Slices, Updates
 from foreprop.path.slicestore import SliceStore
 
@@ -41,12 +43,10 @@ if TYPE_CHECKING:
     from foreprop.compression.images import ImageStore
     from foreprop.compression.replycodecs import ReplyCodecs
     from foreprop.elastic.admission import Admission
-    from foreprop.elastic.countednumbers import CountedNumbers
     from foreprop.elastic.counting import Counting
     from foreprop.numerics.normgate import NormGate
     from foreprop.path.trainable import TrainableNotices
     from foreprop.staleness.apart import Apart
-    from foreprop.staleness.ownnumbers import OwnNumbers
     from foreprop.stragglers.arrivals import ArrivalReports
     from foreprop.tables.service import RowServer
 
@@ -59,7 +59,7 @@ _ROW_FRAMES = frozenset(
 class ServerWork:
     """A server's part in a session, as `path.joining` starts and ends it."""
 
-    owners: Mapping[int, Service]
+    owners: Mapping[int, FrameOwner]
     names: list[str]
     executor: Executor
     waits: Waits
@@ -117,6 +117,11 @@ class ServerComposer:
         return peers if stands_in is None else stands_in.survivors(peers)
 
     def why_not(self, manifest: Manifest) -> str | None:
+        if self._config.plugins is not None:
+            from foreprop.config.plugins import maybe_missing
+
+            if (missing := maybe_missing(self._config.plugins)) is not None:
+                return missing
         if manifest.knobs.compression:
             from foreprop.compression.choosing import why_not
 
@@ -168,33 +173,47 @@ class _Composition:
         images = self._maybe_images(slices, host.index)
         self._counting = counting = self._maybe_counting(slices, host.index)
         apart = counting or self._maybe_apart(slices, host.index)
+        self._is_plain = apart is None
         self._machine = self._make_machine(slices, host.index) if apart is None else apart.machine
         thread_name = f"foreprop-server{host.index}-send"
         self._executor = Executor(self._machine, host, peers, connections, thread_name)
         self._store: SliceStore
-        self._settings: AnnouncedNumbers | OwnNumbers | CountedNumbers
         if apart is None:
             self._store = images or store_class(manifest, slices, host.index)
-            self._settings = AnnouncedNumbers(manifest, self._executor)
         else:
-            self._store, self._settings = apart.store, apart.numbers(self._executor)
+            self._store = apart.store
+        newcomers = None if counting is None else counting.newcomers
+        self._settings = AnnouncedNumbers(manifest, self._executor, newcomers=newcomers)
         about = (self._machine, self._executor, self._store)
         self._updates = Updates(*about, self._settings.at, names)
         self._slices = Slices(*about, names, check=self._finite_check())
         self._frames: Service = self._slices
+        self._codecs: ReplyCodecs | None = None
         if images is not None:
-            self._frames = self._make_codecs(images)
-        if apart is not None:
-            self._executor.payload_of = apart.payload_of
+            self._frames = self._codecs = self._make_codecs(images)
         self._waits = Waits([self._slices], self._barrier)
         self._goodbyes = Goodbyes(self._executor)
         self._admission = None if counting is None else counting.admission
         if counting is not None:
-            counting.begin(self._executor, connections)
+            counting.begin(self._executor, connections, self._settings.history.unlike)
         about_all = (names, self._executor, self._waits, counting, self._recovery)
-        self.work = ServerWork(owners_of(self._services()), *about_all)
+        receivers = Receivers()
+        receivers.add(*self._services())
+        self.work = ServerWork(receivers, *about_all)
+        replies = self._slices.payload_of if apart is None else apart.payload_of
+        self._executor.use(self._pipeline(replies))
 
-    def _make_machine(self, slices: Sequence[Slice], index: int) -> ServerMachine:
+    def _pipeline(self, replies: Payload) -> Pipeline:
+        """``replies``: what has their values."""
+        snapshots = None if self._recovery is None else self._recovery.snapshots
+        return Pipeline(
+            payload={Kind.REPLY: replies}
+            | ({} if snapshots is None else {Kind.SNAPSHOT: snapshots.payload_of}),
+            encode={} if self._codecs is None else {Kind.REPLY: self._codecs.encode},
+            sent={Kind.REPLY: self._updates.reply_sent},
+        )
+
+    def _make_machine(self, slices: Sequence[Slice], index: int) -> ServerMachine[AllMembers]:
         knobs, peers = self._manifest.knobs, self._manifest.peers()
         return ServerMachine(
             slices,
@@ -206,6 +225,7 @@ class _Composition:
             barrier=self._barrier,
             peers=peers,
             turns=turns_of(knobs.lanes, index, peers.count),
+            closing=AllMembers,
         )
 
     def _services(self) -> Iterator[Service]:
@@ -225,7 +245,7 @@ class _Composition:
         if self._admission is not None:
             yield self._admission
         yield self._rows.service if self._shards else self._rows
-        if isinstance(self._machine, ServerMachine):  # others close slices one by one
+        if self._is_plain:  # others close slices one by one
             needs_norm = manifest.knobs.aggregation.needs_norm
             yield self._norm.service if needs_norm else self._norm
         if not executor.peers.are_nodes:

@@ -303,6 +303,7 @@ class Supervisor:
             "trace": trace,
             "counted_log": own.counted_log,
             "counted_replay": own.counted_replay,
+            "plugins": own.plugins,
         }
 
     def _reap(self) -> None:

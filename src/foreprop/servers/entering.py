@@ -32,7 +32,7 @@ from foreprop.errors import (
     decode_failure,
 )
 from foreprop.hooks.modelhooks import unpack_into
-from foreprop.link.connection import Connection, bounded, nothing, unencrypted
+from foreprop.link.connection import Connection, FrameOwner, bounded, nothing, unencrypted
 from foreprop.link.stream import connect, load_checksum
 from foreprop.path.parameter import SynchronisedParameter
 from foreprop.path.pending import make_pending
@@ -178,20 +178,28 @@ class Entry:
 
     kinds = frozenset({Kind.WELCOME, Kind.JOIN})
 
-    def __init__(self, engine: WorkerEngine) -> None:
+    def __init__(self, engine: WorkerEngine, inner: FrameOwner) -> None:
+        """``inner`` has their welcomes afterwards."""
         self.bid = JoinBid(len(engine.connections), begun=BEGUN_STEPS)
         self.welcomes = 0
         self.said: bool | None = None
         """What the last round of questions has come to."""
         self.ending = False
         self._engine = engine
-        self._before = {kind: engine.owners.get(kind) for kind in self.kinds}
-        engine.owners |= dict.fromkeys(self.kinds, self)
+        self._inner = inner
+        self._counts = False
 
     def room(self, peer: Connection, header: Header) -> memoryview:
+        if self._counts:
+            if header.kind == Kind.WELCOME:
+                return self._inner.room(peer, header)
+            raise RemoteProtocolError(f"server {peer.number} sent JOIN to a member")
         return nothing(header) if header.kind == Kind.WELCOME else bounded(header, 1 << 12)
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        if self._counts:
+            self._inner.on_frame(peer, header, payload)
+            return
         with self._engine.lock:
             if header.kind == Kind.WELCOME:
                 self.welcomes += 1
@@ -203,10 +211,7 @@ class Entry:
 
     def end(self) -> None:
         """It counts: substitutes of servers welcome it in another way."""
-        for kind, owner in self._before.items():
-            del self._engine.owners[kind]
-            if owner is not None:
-                self._engine.owners[kind] = owner
+        self._counts = True
 
     def ask(self) -> None:
         """All servers, for the step that it bids now; returns when all have answered."""
@@ -228,10 +233,10 @@ def enter(backend: ServedBackend, parameters: Sequence[ManagedParameter]) -> int
 
     Raises `HandshakeError` for a model that does not fit, and where the session is ending.
     """
-    engine, notices = backend.engine, backend.notices
-    if notices is None:
+    engine, members = backend.engine, backend.members
+    if members is None or members.notices is None or members.entry is None:
         raise HandshakeError("join is set, and elastic is not: a session takes in nobody then")
-    entry = Entry(engine)
+    notices, entry = members.notices, members.entry
     engine.ending.start()
     for server, place in enumerate(backend.connections.places):
         manifest = msgspec.structs.replace(engine.manifest, session=place.session).encode()
@@ -259,6 +264,8 @@ def enter(backend: ServedBackend, parameters: Sequence[ManagedParameter]) -> int
     engine.learn_priorities(order)
     _await_most_urgent(entry, engine, order, first, newest)
     _receive_blobs(backend, first - 1)
+    if notices.given is not None:
+        notices.given.has_own = True
     for parameter in parameters:
         if not isinstance(parameter, SynchronisedParameter):
             parameter.receive_initial_value()
@@ -321,5 +328,3 @@ def _receive_blobs(backend: ServedBackend, step: int) -> None:
         blobs[BUFFERS_BLOB] = backend.buffers.now()
     for which, own in blobs.items():
         unpack_into(own, backend.engine.requests.await_blob(which, step, "the lowest rank"))
-    if backend.notices is not None and backend.notices.given is not None:
-        backend.notices.given.has_own = True

@@ -63,7 +63,7 @@ class ProcessServer:
             command,
             pass_fds=(*descriptors, read_end),
             stdin=subprocess.DEVNULL,
-            env=child_environment(),
+            env=child_environment() | _paths(task),
             start_new_session=True,  # Ctrl-C is for the workers; their end is the server's
         )
         os.close(read_end)
@@ -102,6 +102,11 @@ class ProcessServer:
         """A forked child (a DataLoader's worker) must not keep the server alive."""
         with contextlib.suppress(OSError):
             os.close(self._lifeline)
+
+
+def _paths(task: ServerTask | RelayTask) -> dict[str, str]:
+    """Plugins are found where the worker has found them, as beside its script."""
+    return {"PYTHONPATH": os.pathsep.join(sys.path)} if task.config.get("plugins") else {}
 
 
 def start_server(

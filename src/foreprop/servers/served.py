@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,22 +14,23 @@ from foreprop.core.manifest import FROZEN_BLOB, NO_GROUP, Hyperparameters, Manif
 from foreprop.core.wire import Kind
 from foreprop.hooks.modelhooks import pack, unpack_into
 from foreprop.link.connection import Later
+from foreprop.link.stream import Stream
 from foreprop.path.memory import MemoryFactory
 from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters, with_scale
+from foreprop.path.pipeline import Features
 from foreprop.path.worker import WorkerEngine
 from foreprop.servers.launch import Connections
 from foreprop.servers.setup import Setup, check_frames
 
 if TYPE_CHECKING:
-    from foreprop.buddies.survival import Survival
+    from foreprop.buddies.replaceable import ReplaceableStream
     from foreprop.compression.pushcodecs import PushCodecs
     from foreprop.core.freezing import Turned
     from foreprop.core.lateness import Straggler
-    from foreprop.elastic.departure import LatePushes, MemberNotices
     from foreprop.numerics.norms import WorkerNorm
     from foreprop.path.managedparameter import ManagedParameter
-    from foreprop.servers.directory import Directory
     from foreprop.servers.servedstate import ServedState
+    from foreprop.servers.surviving import Membership
     from foreprop.stragglers.pace import PaceKeeper
     from foreprop.tables.exchange import RowExchange
 
@@ -57,20 +59,27 @@ class ServedBackend:
             from foreprop.compression.choosing import check_setting
 
             check_setting(setup.config, manifest)
-        if setup.config.staleness:
-            from foreprop.staleness.fitting import fit
+        if setup.config.staleness == "late":
+            from foreprop.staleness.lateparameter import memory_beside
 
-            self.memory_of = fit(setup.config, manifest, self.memory_of)
+            self.memory_of = memory_beside
         if setup.config.counts_some:
             from foreprop.elastic.fitness import check_fitness
 
-            check_fitness(setup.config, manifest, self.connections.workers_per_node)
+            check_fitness(setup.config, manifest.world_size)
         self.connections.open()
         self.session_id = self.connections.session_id
+        streams: list[Stream] = self.connections.streams
+        replaceable: list[ReplaceableStream] = []
+        if setup.config.elastic and manifest.knobs.buddy_steps is not None:
+            from foreprop.buddies.replaceable import ReplaceableStream
+
+            replaceable = [ReplaceableStream(stream) for stream in streams]
+            streams = [*replaceable]
         self.engine = WorkerEngine(
             msgspec.structs.replace(manifest, session=self.session_id),
             setup.memory,
-            self.connections.streams,
+            streams,
             rank=setup.world.rank,
             config=setup.config,
             trace=setup.make_trace(self.session_id),
@@ -79,22 +88,30 @@ class ServedBackend:
         )
         self._rows, self._norm = add_features(self.engine)
         self.codecs: PushCodecs | None = None
+        features, receivers = features_of(self._norm), self.engine.receivers
         if manifest.knobs.compression:
             from foreprop.compression.pushcodecs import PushCodecs
 
             self.codecs = PushCodecs(self.engine)
-        self.late: LatePushes | None = None
-        self.notices: MemberNotices | None = None
-        self.survival: Survival | None = None
-        self.directory: Directory | None = None
+            features = replace(features, encode=self.codecs.encode)
+            receivers.put_before(self.codecs)
+        self.members: Membership | None = None
         if setup.config.counts_some:
-            from foreprop.servers.surviving import add_members
+            from foreprop.servers.surviving import make_members
 
-            add_members(self, setup.world)
-        self._tells_pace = False
+            given = (setup.buffers, setup.frozen)
+            about = (self.connections, replaceable, setup.world, given)
+            self.members = make_members(self.engine, *about)
+            features = self.members.features(features)
         self._pace = Later({Kind.PACE_REPORT}, self._make_pace)
-        if self._are_in_step():
-            self._tell_pace()
+        self._tells_pace = self._are_in_step()
+        if self._tells_pace:  # all ranks of a step do
+            receivers.add(self._pace)
+            features = replace(features, end_window=self._end_window)
+        self.engine.compose(features)
+
+    def _end_window(self, step: int) -> None:
+        self._pace.service.end_window(step)
 
     def _are_in_step(self) -> bool:
         """Whether servers hear from every worker, and all are in the same step."""
@@ -102,12 +119,6 @@ class ServedBackend:
         return (
             self._setup.world.size > 1 and together and not (config.counts_some or config.staleness)
         )
-
-    def _tell_pace(self) -> None:
-        """All ranks of a step do."""
-        self._tells_pace = True
-        self.engine.use(self._pace)
-        self.engine.end_window = lambda step: self._pace.service.end_window(step)
 
     def _manifest(self) -> Manifest:
         """Without the session's id."""
@@ -169,7 +180,7 @@ class ServedBackend:
     # The start.
     def start(self, parameters: Sequence[ManagedParameter]) -> None:
         rank_zero = self._setup.world.rank == 0
-        self.connections.pulses.heard.lost = self._lose_silent
+        self.connections.pulses.tell(self._lose_silent)
         if self._setup.config.join is not None:
             from foreprop.servers.entering import enter
 
@@ -228,7 +239,8 @@ class ServedBackend:
         """Any thread. Also ends the processes that this rank has started."""
         failed = failure is not None or self.engine.progress.error is not None
         try:
-            (self.engine if self.survival is None else self.survival).close(failure=failure)
+            survival = None if self.members is None else self.members.survival
+            (self.engine if survival is None else survival).close(failure=failure)
         except BaseException:
             failed = True
             raise
@@ -260,12 +272,17 @@ def add_features(engine: WorkerEngine) -> tuple[Later[RowExchange], Later[Worker
     manifest = engine.manifest
     rows = Later({Kind.ROWS_REPLY, Kind.TABLE_REPLY}, make_rows)
     norm = Later({Kind.NORM, Kind.NORM_PART}, make_norm)
-    engine.use(
+    engine.receivers.add(
         rows.service if engine.shards else rows,
         norm.service if manifest.knobs.aggregation.needs_norm else norm,
     )
     if manifest.wire_dtypes() != [info.dtype for info in manifest.parameters]:
         from foreprop.numerics.wirecasts import WireCasts
 
-        engine.memory.casts = WireCasts(manifest, engine.slices)
+        engine.memory.use_casts(WireCasts(manifest, engine.slices))
     return rows, norm
+
+
+def features_of(norm: Later[WorkerNorm]) -> Features:
+    """What every session's engine does."""
+    return Features(norm_of=lambda step: norm.service.of(step))

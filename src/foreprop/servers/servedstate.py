@@ -143,17 +143,12 @@ class ServedState:
 
     def _forget_after_a_step(self) -> None:
         """What has been loaded: when servers have gone on with it, no worker needs room for it."""
-        own, end_step = vars(self._engine), self._engine.end_step
-        if "end_step" in own:
-            return  # it is forgotten with what was loaded before
 
-        def end(step: int) -> None:
-            del own["end_step"]
+        def forget() -> None:
             self._loaded, self._loaded_averages = None, ()
             self._averages_loaded_after = -1
-            end_step(step)
 
-        own["end_step"] = end
+        self._engine.after_step(forget)
 
     def send(self, step: int) -> None:
         """Rank 0: the state that the user's optimizer has counts from this step on."""

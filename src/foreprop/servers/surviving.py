@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from foreprop.buddies.survival import Survival
 from foreprop.config import LOGGER
+from foreprop.core.wire import Kind
 from foreprop.elastic.attendance import Attendance, keep_attendance
 from foreprop.elastic.countedfile import read_left
 from foreprop.elastic.departure import LatePushes, MemberNotices
@@ -23,33 +25,85 @@ from foreprop.link.stream import Stream, connect
 from foreprop.servers.directory import Directory
 
 if TYPE_CHECKING:
+    import torch
+
+    from foreprop.buddies.replaceable import ReplaceableStream
     from foreprop.buddies.substitutes import Substitution
     from foreprop.cluster.world import World
     from foreprop.config import Config
+    from foreprop.hooks.modelhooks import ModelBuffers
+    from foreprop.path.pipeline import Features
     from foreprop.path.worker import WorkerEngine
+    from foreprop.servers.entering import Entry
     from foreprop.servers.launch import Connections
-    from foreprop.servers.served import ServedBackend
 
 _TRY_S = 3.0
 """A substitute's node may go, too, and then nobody answers: so often that is looked for."""
 
 
-def add_members(backend: ServedBackend, world: World) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Membership:
     """What a worker has where not all workers always count."""
-    engine, knobs = backend.engine, backend.engine.manifest.knobs
+
+    late: LatePushes | None = None
+    notices: MemberNotices | None = None
+    directory: Directory | None = None
+    survival: Survival | None = None
+    entry: Entry | None = None
+    """Of a newcomer."""
+
+    def stats(self) -> dict[str, Any]:
+        """For `Session.stats`."""
+        parts = (self.notices, self.directory, self.late, self.survival)
+        return {k: v for part in parts if part is not None for k, v in part.stats().items()}
+
+    def features(self, features: Features) -> Features:
+        """These, and what members do in their engines."""
+        flags_of = None if self.late is None else self.late.flags_of
+        features = replace(features, flags_of=flags_of, losses=self.survival)
+        if self.notices is None:
+            return features
+        end_window, before_goodbye = self.notices.attendance.end_step, self.notices.end
+        return replace(
+            features, end_window=end_window, window_steps=1, before_goodbye=before_goodbye
+        )
+
+
+def make_members(
+    engine: WorkerEngine,
+    connections: Connections,
+    streams: Sequence[ReplaceableStream],
+    world: World,
+    given: tuple[ModelBuffers, Sequence[torch.Tensor]],
+) -> Membership:
+    """``given``: what newcomers get beside slices, buffers and frozen parameters."""
+    knobs, receivers = engine.manifest.knobs, engine.receivers
+    late = notices = directory = survival = entry = None
     if knobs.backup_workers:
-        backend.late = LatePushes(engine)
+        late = LatePushes(engine, receivers[Kind.REPLY])
+        receivers.put_before(late)
     if knobs.elastic or knobs.counted_replay:
-        backend.notices = notices = MemberNotices(engine)
-        notices.give(backend.buffers, backend.frozen)
-        keep_attendance(world, backend.notices.attendance)
+        notices = MemberNotices(engine)
+        receivers.add(notices)
+        notices.give(*given)
+        keep_attendance(world, notices.attendance)
         if (folder := engine.config.counted_replay) is not None:
-            replay_left(backend.notices.attendance, folder, engine)
+            replay_left(notices.attendance, folder, engine)
         if knobs.elastic:
-            backend.directory = directory = Directory(engine, backend.connections)
+            directory = Directory(engine, connections)
             if knobs.buddy_steps is not None:
-                backend.survival = survival_of(engine, backend.connections, backend.notices)
-                backend.survival.on_takeover = directory.taken_over
+                survival = survival_of(engine, connections, streams, notices, directory)
+                receivers.add(survival.held)
+                receivers.put_before(survival.replies)
+                receivers.put_before(survival)
+            if engine.config.join is not None:
+                from foreprop.servers.entering import Entry
+
+                entry = Entry(engine, receivers[Kind.WELCOME])
+                receivers.put_before(entry)
+    return Membership(
+        late=late, notices=notices, directory=directory, survival=survival, entry=entry
+    )
 
 
 def replay_left(attendance: Attendance, folder: str, engine: WorkerEngine) -> None:
@@ -109,7 +163,13 @@ def _connected(host: str, port: int, timeout_s: float, look: Callable[[], None])
     return connect(host, port, timeout_s=max(left_s, 0.1))
 
 
-def survival_of(engine: WorkerEngine, connections: Connections, notices: MemberNotices) -> Survival:
+def survival_of(
+    engine: WorkerEngine,
+    connections: Connections,
+    streams: Sequence[ReplaceableStream],
+    notices: MemberNotices,
+    directory: Directory,
+) -> Survival:
     """Of a worker with a server beside it."""
 
     def reach(told: Substitution, look: Callable[[], None]) -> Stream:
@@ -117,5 +177,5 @@ def survival_of(engine: WorkerEngine, connections: Connections, notices: MemberN
         return greet_at(connections, engine.config, engine.rank, *about)
 
     nodes = [place.node for place in connections.places]
-    about = (lambda: notices.members, notices.without_servers, nodes)
-    return Survival(engine, reach, connections.address, *about)
+    about = (lambda: notices.members, notices.without_servers, directory.taken_over, nodes)
+    return Survival(engine, streams, engine.receivers, reach, connections.address, *about)

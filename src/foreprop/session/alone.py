@@ -35,15 +35,6 @@ def _named(
     return dict(model.named_parameters()) | {name: parameter for name, parameter, _ in own}
 
 
-def _check_no_steps(config: Config) -> None:
-    for name in ("clip_grad_norm", "clip_grad_value", "ema"):
-        if (value := getattr(config, name)) is not None:
-            raise ConfigError(
-                f"{name} is {value!r}, which is part of optimizer.step(), and parallelize() was"
-                " given no optimizer: give it one"
-            )
-
-
 class LoneSession(Session):
     """A session that leaves model and optimizer alone, but for what its settings add.
 
@@ -89,7 +80,9 @@ class LoneSession(Session):
             finite,
         )
         if optimizer is None:
-            _check_no_steps(config)
+            from foreprop.config.combinations import check_combinations
+
+            check_combinations(config, {"no optimizer": "parallelize() was given no optimizer"})
         elif any(setting is not None for setting in asked):
             self._steps = AddedSteps(model, optimizer, config, scaler, checks_finite=True)
         if config.trace is not None:

@@ -166,9 +166,8 @@ def _counting_of(backends: Backends) -> dict[str, Any]:
     """Who has left, or came late, where servers may count some workers only."""
     found: dict[str, Any] = {}
     for backend in backends.all:
-        for name in ("notices", "directory", "late", "survival"):
-            part = getattr(backend, name, None)
-            found |= {} if part is None else part.stats()
+        members = getattr(backend, "members", None)
+        found |= {} if members is None else members.stats()
     return found
 
 

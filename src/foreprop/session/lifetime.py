@@ -79,6 +79,8 @@ class Lifetime:
             if not training.backends.failed:
                 training.meet("close()")
                 training.settle_all()
+                if training.averaging is not None and training.every_parameter:
+                    training.averaging.end_round()  # of a last step that was not made
                 training.saving(True)
                 training.settle_tables()
         except ForepropError as error:

@@ -25,11 +25,11 @@ def begin_elastic(training: Training) -> None:
     if backend.joined_at is not None:
         training.completed = backend.joined_at - 1
         training.first.is_over = True  # the others have chosen, and ranked the parameters
-        vars(training.buffers)["fetch"] = lambda step: None  # they have come with the values
+        training.buffers.have_come()
     if training.config.max_workers is not None:
         _warn_of_strangers(training, backend)
-    if backend.directory is not None:
-        backend.directory.tell()
+    if backend.members is not None and backend.members.directory is not None:
+        backend.members.directory.tell()
 
 
 def _warn_of_strangers(training: Training, backend: ServedBackend) -> None:

@@ -5,28 +5,33 @@ loop that does other things on each rank, a bit that has flipped in memory), the
 parameter's name before it has gone on for long. Each step adds up the bits of an equal share of all
 parameters, before the first gradient leaves, when their values are the last step's on every rank. A
 window of such steps covers everything once. What a rank has added up goes to the store, and is
-compared two steps later, when every rank's is there: nobody waits. The first window is the first
-step alone, for what is wrong from the start.
+compared two steps later, when every rank's is there. A thread asks the store, whose host may be
+gone or cut off: no step waits for it. The first window is the first step alone, for what is wrong
+from the start.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from foreprop.cluster.entries import decode_entry
-from foreprop.errors import TrainingLoopError
+from foreprop.config import LOGGER
+from foreprop.errors import ForepropError, TrainingLoopError
 
 if TYPE_CHECKING:
     from foreprop.config import Config
     from foreprop.session.training import Training
 
 _PUBLISHED_AFTER, _COMPARED_AFTER = 2, 4
+_PATIENCE_S = 0.02
+"""A store that can be reached has answered by then: an error comes in the step that finds it."""
 
 
 class _Sums(NamedTuple):
@@ -68,6 +73,10 @@ class ReplicaCheck:
         self._window = _Window(0, self._share(steps=1), len(self._names))
         self._last: _Window | None = None
         self._said = _Sums(-1, None, [])
+        self._asking: threading.Thread | None = None
+        self._found: TrainingLoopError | None = None
+        self._is_over = False
+        """The store is gone, and with it the comparison."""
 
     def _share(self, steps: int) -> list[list[_Piece]]:
         """All bytes, in as many parts of about the same size, each from a multiple of eight on."""
@@ -100,10 +109,14 @@ class ReplicaCheck:
             for piece in window.shares[window.looks - 1]:
                 self._add(piece)
         if last is not None and window.looks == _PUBLISHED_AFTER:
-            self._said = self._what_to_say(last)
-            self._board.publish(f"sums/{self._board.rank}", json.dumps(self._said))
+            self._said = said = self._what_to_say(last)
+            self._ask(lambda: self._board.publish(f"sums/{self._board.rank}", json.dumps(said)))
         elif last is not None and window.looks == _COMPARED_AFTER:
-            self._compare(last, self._said)
+            said = self._said
+            self._ask(lambda: self._compare(last, said))
+        if self._found is not None:
+            training.life.give_up(self._found)
+            raise self._found
         if window.looks == len(window.shares):
             window.sums.leave()
             shares = window.shares if last is not None else self._share(self._steps)
@@ -129,6 +142,24 @@ class ReplicaCheck:
             total += part[whole:].sum(dtype=torch.int64)
         self._window.sums.add(piece.number, total)
 
+    def _ask(self, do: Callable[[], None]) -> None:
+        """Have something done with the store, unless it has not answered since it was asked."""
+        if self._is_over or (self._asking is not None and self._asking.is_alive()):
+            return
+        self._asking = threading.Thread(
+            target=self._do, args=(do,), name="foreprop-replicas", daemon=True
+        )
+        self._asking.start()
+        self._asking.join(_PATIENCE_S)
+
+    def _do(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except ForepropError as error:
+            self._is_over = True
+            text = "rank %d compares parameters with others no more (check_replicas): %s"
+            LOGGER.warning(text, self._board.rank, error)
+
     def _what_to_say(self, window: _Window) -> _Sums:
         averaging = self._training().averaging
         factor = None if averaging is None else averaging.unscaled_by
@@ -144,10 +175,7 @@ class ReplicaCheck:
             theirs: _Sums = decode_entry(found, _Sums, f"rank {rank}'s sums of parameters")
             if theirs.window != mine.window:  # it is not there any more
                 continue
-            error = self._maybe_unlike(mine, theirs, rank, window)
-            if error is not None:
-                self._training().life.give_up(error)
-                raise error
+            self._found = self._maybe_unlike(mine, theirs, rank, window)
             return
 
     def _maybe_unlike(

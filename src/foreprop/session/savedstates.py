@@ -117,8 +117,9 @@ class ConnectedSnapshots:
     @property
     def _attendance(self) -> Attendance | None:
         """Of a session whose ranks may leave."""
-        found = (getattr(each, "notices", None) for each in self._training.backends.all)
-        return next((one.attendance for one in found if one is not None), None)
+        found = (getattr(each, "members", None) for each in self._training.backends.all)
+        notices = (one.notices for one in found if one is not None)
+        return next((each.attendance for each in notices if each is not None), None)
 
     def present(self, step: int) -> Sequence[int]:
         attendance = self._attendance
@@ -257,7 +258,7 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
     # last: whoever uses a state_dict() is shown rank 0's
     with found.used(part_name(mine)):
         load_buffers(model, own["buffers"])
-    vars(training.buffers)["_shown_step"] = -1  # an evaluation shows rank 0's all the same
+    training.buffers.forget_shown()
     training.completed_before += found.step
 
 

@@ -196,14 +196,13 @@ def parallelize(
             they are read.
         preset: ``p3`` (default), ``slicing``, ``kvstore``, ``wfbp``, ``tensorflow``, ``p3-2019``.
         config: all settings at once, instead of ``preset`` and ``settings``.
-        world: who takes part, connected as with several, though it be one process; by default
-            found from the environment.
+        world: who takes part, as with several processes; by default the environment says it.
         scaler: the ``GradScaler`` that scales this optimizer's loss; changed in place, too.
         resume: the folder of `foreprop.checkpoint`, to go on from the newest; it may be empty.
         **settings: single fields of `Config`, over preset and environment.
 
     Raises:
-        ConfigError: a setting, parameter or optimizer that cannot be used; nothing is changed.
+        ConfigError: what cannot be used; nothing is changed.
         HandshakeError: the ranks do not agree; both sides' values are in the message.
         StepTimeout, PeerLost: another process did not come, or went away.
     """
@@ -215,6 +214,10 @@ def parallelize(
 
         refuse(model=model, optimizer=optimizer, scaler=scaler)
     config = config or Config.resolve(preset, **settings)
+    if config.plugins is not None:
+        from foreprop.config.plugins import load_plugins
+
+        load_plugins(config.plugins)
     alone = config.max_workers is None and (is_alone() if world is None else world.size == 1)
     model = bare_model(model, alone=alone)
     optimizer = bare_optimizer(optimizer)

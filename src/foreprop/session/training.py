@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,10 +111,15 @@ class Training:
         self.life.add_undo(self.user.restore)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.has_scaler = scaler is not None
+        found: Mapping[str, str] = {}
+        if not config.is_usual or optimizer is None or self.has_scaler or self.user.row_wise:
+            from foreprop.session.features import checked_features
+
+            found = checked_features(self, optimizer)
         place = place_updates(
             config,
             optimizer,
-            scaler=scaler is not None,
+            found,
             dense=self.user.has_dense,
             rows=bool(self.user.row_wise or self.user.candidates),
             collectives=self.has_collectives,

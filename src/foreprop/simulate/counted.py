@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foreprop.core.buddy import KeepState, StateKept
-from foreprop.core.collect import UpdateSlice
-from foreprop.core.counting_server import CountingServer
+from foreprop.core.collect import AnswerSlice, DropPush
+from foreprop.core.firstmembers import FirstMembers
 from foreprop.core.frames import NO_TOKEN, MessageReady, SendFrame
-from foreprop.core.membership import AnswerSlice, DropPush, Members, UpdateCounted
+from foreprop.core.membership import Members
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import ConfigError, InternalError
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from foreprop.simulate.served import Agreement
 
 
-def counting_machine(agreement: Agreement, index: int) -> CountingServer:
+def counting_machine(agreement: Agreement, index: int) -> ServerMachine[FirstMembers]:
     """Raises `ConfigError` where a node stands for several, or all workers would be backups."""
     if any(members > 1 for members in agreement.members):
         name = "buddy_steps" if agreement.buddy_steps else "backup_workers"
@@ -26,33 +28,30 @@ def counting_machine(agreement: Agreement, index: int) -> CountingServer:
             " symmetric=False (--every-node)"
         )
     workers = len(agreement.members)
-    return CountingServer(
+    members = Members(workers, backups=agreement.backup_workers)
+    return ServerMachine(
         agreement.slices,
         index=index,
-        members=Members(workers, backups=agreement.backup_workers),
+        workers=workers,
         order=agreement.order,
         names=[f"parameter {number}" for number in range(agreement.parameters)],
         turns=agreement.turns(index, workers),
+        closing=partial(FirstMembers, members=members),
     )
 
 
 class CountedUpdates:
     """Of one server: carries out what only such servers say."""
 
-    def __init__(
-        self, handle: Callable[[Any], None], update: Callable[[UpdateSlice], None]
-    ) -> None:
+    def __init__(self, handle: Callable[[Any], None]) -> None:
         self.done: dict[int, int] = {}
         """By slice, the last step of its values."""
         self._handle = handle
-        self._update = update
 
     def do(self, instruction: Any) -> None:
         """A copy of a slice's state takes no time, nor does dropping a push."""
-        if isinstance(instruction, UpdateCounted):
-            self._update(instruction.update)
-        elif isinstance(instruction, AnswerSlice):
-            slice_, step, priority, ranks, flags = instruction
+        if isinstance(instruction, AnswerSlice):
+            slice_, step, priority, ranks, flags, _ = instruction
             if 0 < step < self.done.get(slice_, 0):
                 flags |= Flag.LATE
             for rank in ranks:

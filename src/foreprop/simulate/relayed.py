@@ -20,7 +20,7 @@ from foreprop.core.frames import (
     ReplyArrived,
     SendFrame,
 )
-from foreprop.core.relay_machine import RelayMachine
+from foreprop.core.relay_machine import relay_machine
 from foreprop.core.wire import Kind
 from foreprop.errors import InternalError
 from foreprop.simulate.processor import Processor
@@ -42,7 +42,7 @@ class Relay:
         self._node = node
         self._server = server
         self._workers = workers
-        self._machine = RelayMachine(
+        self._machine = relay_machine(
             agreement.slices,
             server=server,
             peers=workers,

@@ -33,7 +33,7 @@ from foreprop.core.pushwindow import PushWindow, may_hold_back
 from foreprop.core.sendqueue import ONE_LANE, LaneRule, Order, Reply, Turns, runs_ahead
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
-from foreprop.core.staleness import Staleness, StaleServer
+from foreprop.core.staleness import Staleness, rule_of
 from foreprop.core.wire import HEADER_BYTES, Flag, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.simulate import buddied
@@ -46,7 +46,6 @@ from foreprop.workload.hosts import Hosts
 if TYPE_CHECKING:
     from foreprop.core.buddy import BuddiedServer
     from foreprop.core.codecfacts import Coded
-    from foreprop.core.counting_server import CountingServer
     from foreprop.simulate.coder import Coder
     from foreprop.simulate.rowtables import Tables
 
@@ -82,7 +81,7 @@ class Agreement:
     state_bytes_per_elem: int = 4
     """Of that state: momentum's."""
     backup_workers: int = 0
-    """How many workers a slice is closed without (`core.counting_server`)."""
+    """How many workers a slice is closed without (`core.firstmembers`)."""
     coded: Sequence[Coded] | None = None
     """By slice, what its codec makes of it; None: no codec, elements as they are."""
     tables: Tables | None = None
@@ -312,7 +311,7 @@ class Server:
         self._index = index
         self._workers = agreement.workers
         self._machine = _server_machine(agreement, index)
-        self._counted = CountedUpdates(self._handle, self._update)
+        self._counted = CountedUpdates(self._handle)
 
     # For the connections.
     def receive(self, message: Message) -> None:
@@ -364,26 +363,13 @@ class Server:
         return self._agreement.slices[slice_].elems
 
 
-def _server_machine(
-    agreement: Agreement, index: int
-) -> ServerMachine | StaleServer | BuddiedServer | CountingServer:
+def _server_machine(agreement: Agreement, index: int) -> ServerMachine[Any] | BuddiedServer:
     if agreement.buddy_steps:
         return buddied.buddied_machine(agreement, index)
     if agreement.backup_workers:
         return counting_machine(agreement, index)
     workers = len(agreement.members)
     names = [f"parameter {number}" for number in range(agreement.parameters)]
-    turns = agreement.turns(index, workers)
-    if agreement.staleness:
-        return StaleServer(
-            agreement.slices,
-            index=index,
-            workers=workers,
-            staleness=agreement.staleness,
-            order=agreement.order,
-            names=names,
-            turns=turns,
-        )
     owned = sum(piece.server == index for piece in agreement.slices)
     return ServerMachine(
         agreement.slices,
@@ -393,5 +379,6 @@ def _server_machine(
         reply=agreement.reply,
         names=names,
         barrier=StepBarrier(owned) if agreement.needs_norm else None,
-        turns=turns,
+        turns=agreement.turns(index, workers),
+        closing=rule_of(agreement.staleness),
     )

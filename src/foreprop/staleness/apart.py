@@ -7,34 +7,29 @@ from collections.abc import Sequence
 from foreprop.core.frames import SendFrame
 from foreprop.core.manifest import Manifest
 from foreprop.core.sendqueue import turns_of
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
-from foreprop.core.staleness import StaleServer
+from foreprop.core.staleness import rule_of
 from foreprop.core.wire import Flag, Kind
 from foreprop.link.connection import EMPTY
-from foreprop.path.executor import Executor
-from foreprop.staleness.ownnumbers import OwnNumbers
 from foreprop.staleness.stalestore import StaleStore
 
 
 class Apart:
-    """The machine, store and numbers of one server."""
+    """The machine and store of one server."""
 
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
         knobs, workers = manifest.knobs, manifest.world_size
-        self.machine = StaleServer(
+        self.machine = ServerMachine(
             slices,
             index=index,
             workers=workers,
-            staleness=knobs.staleness,
             order=knobs.order,
             names=[info.name for info in manifest.parameters],
             turns=turns_of(knobs.lanes, index, workers),
+            closing=rule_of(knobs.staleness),
         )
         self.store = StaleStore(manifest, slices, index)
-        self._manifest = manifest
-
-    def numbers(self, executor: Executor) -> OwnNumbers:
-        return OwnNumbers(self._manifest, executor)
 
     def payload_of(self, frame: SendFrame) -> memoryview:
         """Of a frame to a worker, which is about to be sent."""

@@ -1,44 +1,8 @@
-"""What a session with staleness cannot have, and what it means for an optimizer."""
+"""What staleness means for an optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, cast
-
 import torch
-
-from foreprop.config import Config
-from foreprop.errors import ConfigError
-
-if TYPE_CHECKING:
-    from foreprop.core.manifest import Manifest
-    from foreprop.path.memory import Memory
-
-MemoryOf = TypeVar("MemoryOf", bound="Callable[[torch.Tensor], Memory]")
-
-
-def fit(config: Config, manifest: Manifest, usual: MemoryOf) -> MemoryOf:
-    """Where parameters' bytes are to be: where they are ``usual``, or beside them.
-
-    Raises `ConfigError` for tables by rows and scalers, with the way round.
-    """
-    given = f"staleness is {config.staleness!r}"
-    for info in manifest.parameters:
-        if info.rows:
-            raise ConfigError(
-                f"{given}, and {info.name} is a table that servers hold row by row, which all ranks"
-                " update together: set dense_parameters to its name, or leave staleness out"
-            )
-    if manifest.knobs.aggregation.skip_nonfinite:
-        raise ConfigError(
-            f"{given}, and a scaler was given, which leaves out steps of all ranks together: train"
-            " in bfloat16, which needs none, or leave staleness out"
-        )
-    if config.staleness != "late":
-        return usual
-    from foreprop.staleness.lateparameter import memory_beside
-
-    return cast("MemoryOf", memory_beside)
 
 
 def describe_effect(optimizer: torch.optim.Optimizer, workers: int) -> str | None:

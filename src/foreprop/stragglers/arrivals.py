@@ -32,8 +32,8 @@ class ArrivalReports:
         self._executor = executor
         self._log = ArrivalLog(executor.peers.count)
         self._paces: defaultdict[int, dict[int, Pace]] = defaultdict(dict)  # by step and rank
-        slices.arrived = self._arrived
-        updates.updated = self._updated
+        slices.note_arrivals(self._arrived)
+        updates.note_updates(self._updated)
 
     def _arrived(self, push: PushArrived) -> None:
         self._log.arrived(push.rank, push.slice, push.step, time.monotonic())

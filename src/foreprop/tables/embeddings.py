@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from foreprop.config import Config
+from foreprop.config.combinations import check_combinations
 from foreprop.core.manifest import Aggregation, ParameterInfo, RowInit
 from foreprop.core.rowinit import row_init_of
 from foreprop.errors import ConfigError
@@ -60,12 +61,9 @@ class Embeddings:
         names = [name for name, parameter, _ in named if parameter.is_meta]
         if others := [f"parameter {name}" for name in names if name not in self.row_wise]:
             raise ConfigError(_meta_text(others))
-        if names and "auto" in (config.architecture, config.slice_elems):
-            raise ConfigError(
-                f"parameter {are_listed(names)} on the meta device, and architecture='auto' may"
-                " begin anew after some steps, when only the servers have their rows, as may"
-                " slice_elems='auto': use 'hybrid' and sparse_parameters, and a number"
-            )
+        if names:
+            found = f"parameter {are_listed(names)} on the meta device"
+            check_combinations(config, {"remote tables": found})
         return {
             name: row_init_of(
                 name,
@@ -98,11 +96,6 @@ class Embeddings:
 
     def _asked_for(self, config: Config) -> set[str]:
         if config.architecture == "ring":
-            if config.sparse_parameters:
-                raise ConfigError(
-                    f"sparse_parameters is {config.sparse_parameters!r}, but architecture='ring'"
-                    " has no servers to hold rows; use 'hybrid'"
-                )
             return set()
         wanted = {name for name in self._modules if _matches(name, config.sparse_parameters)}
         wanted |= {name for name in self.sparse if not _matches(name, config.dense_parameters)}

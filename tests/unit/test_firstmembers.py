@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from foreprop.core.collect import SliceUpdated
-from foreprop.core.counting_server import CountingServer
+from foreprop.core.collect import AnswerSlice, DropPush, SliceUpdated, UpdateSlice
+from foreprop.core.firstmembers import FirstMembers
 from foreprop.core.frames import (
     FailSession,
     Finish,
@@ -18,20 +18,18 @@ from foreprop.core.frames import (
     ValueArrived,
 )
 from foreprop.core.membership import (
-    AnswerSlice,
     CountedLog,
     CountedReplay,
-    DropPush,
     MemberLeft,
     Members,
     PeerDropped,
-    UpdateCounted,
 )
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag
 from foreprop.errors import ConfigError, InternalError, RemoteProtocolError
 from tests.tiers import long_cases
-from tests.unit.counting_world import World, explore, replayed, run, sets_of
+from tests.unit.counting_world import World, counting_server, explore, replayed, run, sets_of
 
 LONG = pytest.mark.long
 
@@ -97,18 +95,18 @@ def check_left(world: World, last: int) -> None:
 def test_the_exploration_notices_a_server_that_waits_for_the_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CountingServer, "_close_if_complete", waits_for_all)
+    monkeypatch.setattr(FirstMembers, "_close_if_complete", waits_for_all)
     with pytest.raises(AssertionError, match="deadlock"):
         explore(World(workers=2, steps=1, kill=1))
 
 
-def waits_for_all(self: CountingServer, slice_: int, each: object) -> object:
-    if len(each.pushed) < self._members.workers:  # type: ignore[attr-defined]
+def waits_for_all(self: FirstMembers, slice_: int, state: object) -> object:
+    if len(state.collecting) < self.members.workers:  # type: ignore[attr-defined]
         return []
-    return ORIGINAL(self, slice_, each)  # type: ignore[arg-type]
+    return ORIGINAL(self, slice_, state)  # type: ignore[arg-type]
 
 
-ORIGINAL = CountingServer._close_if_complete
+ORIGINAL = FirstMembers._close_if_complete
 
 
 # Backup workers.
@@ -178,13 +176,11 @@ def test_slices_that_nobody_has_a_gradient_of() -> None:
 
 
 # One server by itself.
-def server_of(workers: int = 2, backups: int = 0, slices: int = 1) -> CountingServer:
-    server = CountingServer(
+def server_of(workers: int = 2, backups: int = 0, slices: int = 1) -> ServerMachine:
+    server = counting_server(
         [Slice(number, number, 0, 1, 0) for number in range(slices)],
-        index=0,
-        members=Members(workers, backups=backups),
-        order="priority",
-        names=[f"p{number}" for number in range(slices)],
+        Members(workers, backups=backups),
+        [f"p{number}" for number in range(slices)],
     )
     others = tuple(range(1, workers))
     for number in range(slices):
@@ -206,12 +202,12 @@ def test_a_death_closes_what_waited_for_it() -> None:
     told = server.handle(PeerDropped(1))
     assert isinstance(told[0], MemberLeft)
     assert tuple(told[0]) == (1, 0, 0, 2)
-    assert isinstance(told[1], UpdateCounted)
-    assert (told[1].update.ranks, told[1].counted) == ((0, 2), (0, 2))
+    assert isinstance(told[1], UpdateSlice)
+    assert (told[1].ranks, told[1].counted) == ((0, 2), (0, 2))
     assert server.handle(PeerDropped(1)) == []
     assert server.handle(push(1)) == [DropPush(0, 1)]
     assert server.handle(SliceUpdated()) == [AnswerSlice(0, 1, 7, (0, 2))]
-    assert server.describe_wait(0, 1) == "p0 is updated"
+    assert server.describe_wait(0, 1) == "p0 is updated; no reply is queued"
     assert server.awaited() == set()
 
 
@@ -222,15 +218,13 @@ def test_what_a_dead_worker_has_pushed_counts() -> None:
     assert [type(each) for each in told] == [MemberLeft]
     assert tuple(told[0]) == (1, 1, 1, 1)
     (due,) = server.handle(push(0, flags=Flag.NO_GRADIENT))
-    assert isinstance(due, UpdateCounted)
-    assert (due.update.ranks, due.counted) == ((1,), (0, 1))
+    assert isinstance(due, UpdateSlice)
+    assert (due.ranks, due.counted) == ((1,), (0, 1))
     assert server.handle(SliceUpdated()) == [AnswerSlice(0, 1, 7, (0,))]
 
 
 def test_who_cannot_be_spared() -> None:
-    server = CountingServer(
-        [Slice(0, 0, 0, 1, 0)], index=0, members=Members(2), order="priority", names=["p0"]
-    )
+    server = counting_server([Slice(0, 0, 0, 1, 0)], Members(2), ["p0"])
     assert server.can_spare(1)
     assert not server.can_spare(0), "nobody else has the values"
     with pytest.raises(InternalError, match="rank 0 was dropped, and cannot be spared"):
@@ -263,7 +257,7 @@ def test_steps_that_one_rank_does_not_make() -> None:
 def test_a_late_push_is_dropped_and_answered() -> None:
     server = server_of(2, backups=1)
     (due,) = server.handle(push(0))
-    assert isinstance(due, UpdateCounted)
+    assert isinstance(due, UpdateSlice)
     assert due.counted == (0,)
     assert server.handle(push(1)) == [DropPush(0, 1)]
     assert server.handle(SliceUpdated()) == [AnswerSlice(0, 1, 7, (0, 1))]
@@ -279,7 +273,7 @@ def test_pushes_of_newer_values_are_waited_for_and_do_not_count() -> None:
     assert server.handle(push(1, flags=Flag.LATE)) == []
     dropped = server.handle(push(2))
     assert dropped[:2] == [DropPush(0, 0), DropPush(0, 1)]
-    assert isinstance(dropped[2], UpdateCounted)
+    assert isinstance(dropped[2], UpdateSlice)
     assert dropped[2].counted == (2,)
 
 
@@ -290,10 +284,10 @@ def test_pushes_of_newer_values_are_waited_for_and_do_not_count() -> None:
         (push(0), "rank 0 pushed slice 0 of p0 for step 1 after step 1"),
         (push(1, 2), "rank 1 pushed slice 0 of p0 for step 2 while step 1 is open"),
         (push(1, slice_=3), "slice 3 does not belong to server 0"),
-        (ValueArrived(1, 0, 0, 0), "rank 1 sent values; only rank 0 may"),
-        (ValueArrived(0, 0, 0, 0), "values for slice 0 came twice or late"),
-        (ValueArrived(0, 0, 1, 0), "values for slice 0 came twice or late"),
-        (PullArrived(1, 0, 0, 0), "rank 1 pulled slice 0 of step 0"),
+        (ValueArrived(1, 0, 0, 0), "rank 1 sent parameter values; only rank 0 may"),
+        (ValueArrived(0, 0, 0, 0), "values for slice 0 of p0 came for step 0: step 0 is done"),
+        (ValueArrived(0, 0, 1, 0), "values for slice 0 of p0 came for step 1: twice or late"),
+        (PullArrived(1, 0, 0, 0), "rank 1 pulled slice 0; replies are broadcast"),
     ],
 )
 def test_what_the_protocol_does_not_allow(event: object, message: str) -> None:
@@ -302,7 +296,7 @@ def test_what_the_protocol_does_not_allow(event: object, message: str) -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         server.handle(event)
     assert str(caught.value) == message
-    assert [type(each) for each in server.handle(push(1))] == [UpdateCounted]
+    assert [type(each) for each in server.handle(push(1))] == [UpdateSlice]
 
 
 @pytest.mark.parametrize(

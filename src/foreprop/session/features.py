@@ -1,0 +1,56 @@
+"""What does not go together with some settings, and what only servers do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from foreprop.config import Config
+from foreprop.config.combinations import FEATURES, asked_for, check_combinations, refused_with
+
+if TYPE_CHECKING:
+    from foreprop.session.training import Training
+
+_IN_STEPS = {"clip norm", "clip value", "scaler"}
+"""What only servers apply to tables held row by row, whose gradients no worker sees."""
+
+
+def checked_features(
+    training: Training, optimizer: torch.optim.Optimizer | None
+) -> Mapping[str, str]:
+    """By name what the session has of them, and what to say of each; raises `ConfigError`."""
+    found = dict(_features(training, optimizer))
+    check_combinations(training.config, found)
+    return found
+
+
+def _features(
+    training: Training, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[str, str]]:
+    config, world = training.config, training.world
+    if optimizer is None:
+        yield "no optimizer", "parallelize() was given no optimizer"
+    if training.has_scaler:
+        yield "scaler", "a scaler was given"
+    if training.user.row_wise:
+        names = ", ".join(sorted(training.user.row_wise))
+        yield "tables", f"tables are held row by row ({names})"
+    workers = min(config.workers_per_node or world.local_size, world.size)
+    if config.state_kept_every is not None and workers > 1:
+        yield "elastic node's workers", f"there are {workers} workers on a node"
+
+
+def asked_of_servers(config: Config, found: Mapping[str, str], *, rows: bool) -> str | None:
+    """The first thing that is asked for and that only servers do; ``rows``: there are tables."""
+    asked = {name: FEATURES[name].text(config) for name in asked_for(config)} | dict(found)
+    only_servers = refused_with("workers") | (_IN_STEPS if rows else set())
+    return next((text for name, text in asked.items() if name in only_servers), None)
+
+
+def check_by_workers(config: Config, found: Mapping[str, str], why: str, *, rows: bool) -> None:
+    """Raises `ConfigError` for what only servers would do; ``why`` the workers update."""
+    here = f"the workers update ({why})"
+    tables = {"tables beside workers": f"{here}, but not tables"} if rows else {}
+    check_combinations(config, {**found, "workers": here, **tables})
