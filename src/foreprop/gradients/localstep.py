@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,6 +69,7 @@ class LocalStepper:
         self._optimizer = optimizer
         self._settle = settle
         cls = type(optimizer)
+        self._is_alike_at_once = cls.__name__ in _ALIKE_AT_ONCE
         self._twin: torch.optim.Optimizer = cls.__new__(cls)
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
         bare: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(cls.step)
@@ -83,17 +83,13 @@ class LocalStepper:
             _SCALER_MARKS & vars(self._optimizer).keys()
         )
 
-    @cached_property
-    def _may_step_at_once(self) -> bool:
-        return type(self._optimizer).__name__ in _ALIKE_AT_ONCE
-
     def at_once(
         self, group: dict[str, Any], parameters: Sequence[torch.nn.Parameter]
     ) -> dict[str, Any]:
         """The group's settings by which the step is made for all of these small ones at once."""
         chosen = group.get("foreach") is not None or group.get("fused")
         special = group.get("differentiable") or group.get("capturable")
-        if chosen or special or len(parameters) < 2 or not self._may_step_at_once:
+        if chosen or special or len(parameters) < 2 or not self._is_alike_at_once:
             return group
         return {**group, "foreach": parameters[0].dtype in _ALIKE_TYPES or None}
 

@@ -287,9 +287,12 @@ class SliceStore:
         """In the first steps."""
         part = tensors.extent.part
         gradients = [part(tensors.gradients[rank].tensor) for rank in ranks]
-        same_batch.look(tensors.piece.number, gradients, many=len(ranks))
-        if not same_batch.watching:
-            self._same_batch = None
+        for place, (start, stop) in enumerate(self._places_of(tensors.piece)):
+            own = [gradient[start:stop] for gradient in gradients]
+            same_batch.look((tensors.piece.number, place), own, many=len(ranks))
+            if not same_batch.watching:
+                self._same_batch = None
+                break
 
     def _total(
         self, tensors: SliceTensors, ranks: Sequence[int], scale: float = 1.0
