@@ -36,8 +36,11 @@ class StillStore(SliceStore):
         ranks: Sequence[int],
         groups: Sequence[Hyperparameters],
         coefficient: float = 1.0,
+        *,
+        step: int = 0,
+        counted: Sequence[int] | None = None,
     ) -> None:
-        self._drop_gradients(self._slices[slice_])
+        self._drop_gradients(self._slices[slice_], ranks)
 
 
 class StillServer:

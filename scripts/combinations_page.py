@@ -23,8 +23,8 @@ All settings go together, but for the pairs on this page. Each is refused by `pa
 anything is sent, with the reason and what to do instead.
 
 `architecture="auto"` chooses among what the other settings allow. With one that only servers have
-it means `p2p`. `slice_elems="auto"` means the usual size where slices cannot change while a session
-runs, or where there are none.
+it means `p2p`, or `ps`. `slice_elems="auto"` means the usual size where slices cannot change while
+a session runs, or where there are none.
 """
 BY_NATURE = """\
 ## By their nature

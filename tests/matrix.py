@@ -122,7 +122,8 @@ def together(*names: str) -> dict[str, Any] | None:
         if settings.keys() & MATRIX[name].keys():
             return None
         settings.update(MATRIX[name])
-    settings.update(_BY_PATTERNS.get(frozenset(names), {}))
+    for group, more in _BY_PATTERNS.items():
+        settings.update(more if group <= set(names) else {})
     known = {"secret_file": "."} if "encryption" in settings else {}
     try:
         Config.resolve(**settings, **known)

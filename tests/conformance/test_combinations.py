@@ -7,6 +7,7 @@ the bits that are worked out by hand.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ MEASURED = {"architecture auto", "slices auto", "codecs auto"}
 """They measure links, which takes a second."""
 BESIDE_MEASURED = {"workers", "clip norm", "wire", "lossless", "rows"}
 """What `make test` has them with."""
+
+TRIPLES = 60
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,12 @@ def with_elastic() -> Iterator[Any]:
                 yield from long_cases(names) if name in MEASURED else [names]
 
 
+def drawn_triples() -> list[tuple[str, ...]]:
+    """The same ones each time, of those that are allowed."""
+    triples = [names for names in itertools.combinations(MATRIX, 3) if together(*names)]
+    return random.Random(1).sample(triples, TRIPLES)
+
+
 def check(names: Sequence[str], secret: Path, *, killed: bool = False) -> None:
     settings = together(*names)
     assert settings is not None
@@ -67,6 +76,12 @@ def test_alone(name: str, secret: Path) -> None:
 @pytest.mark.parametrize("pair", list(allowed()), ids="-".join)
 def test_each_allowed_pair(pair: tuple[str, str], secret: Path) -> None:
     check(pair, secret)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("names", drawn_triples(), ids="-".join)
+def test_some_of_three(names: Sequence[str], secret: Path) -> None:
+    check(names, secret)
 
 
 @pytest.mark.parametrize("names", list(with_elastic()), ids="-".join)

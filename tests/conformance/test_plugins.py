@@ -56,7 +56,11 @@ def test_servers_apply_it_to_the_bit(page: Any) -> None:
         check_same_bits(got.model, wanted.model)
 
 
-@pytest.mark.parametrize("settings", [{}, {"compression": {"0.*": "halves", "*": "int8"}}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"compression": {"0.*": "halves", "*": "int8"}}, {"servers_per_node": 3}],
+    ids=["all", "some", "many servers"],
+)
 def test_its_codes_are_decoded_alike(page: ModuleType, settings: dict[str, Any]) -> None:
     by_rank = batches_of(2)
     about = {"compression": "halves", "slice_elems": 20, **settings}
@@ -66,6 +70,16 @@ def test_its_codes_are_decoded_alike(page: ModuleType, settings: dict[str, Any])
     for name, value in plain.model.items():
         torch.testing.assert_close(first.model[name], value, rtol=0, atol=0.02)
     assert first.stats["pushed_bytes"] < 0.7 * first.stats["raw_pushed_bytes"]
+
+
+def test_relays_encode_and_servers_do_what_is_not_torch_s(page: Any) -> None:
+    settings: dict[str, Any] = {"compression": "halves", "ema": 0.9, "clip_grad_value": 0.5}
+    first, *others = run_foreprop(
+        with_own(page), train_classifier, batches_of(4), local_size=2, **settings
+    )
+    for other in others:
+        check_same_bits(other.model, first.model)
+        assert other.optimizer["state"]
 
 
 def session_with_a_server_process(build: Build, **settings: Any) -> None:

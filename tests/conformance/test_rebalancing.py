@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+import foreprop
 from foreprop.auto.linkprobe import Report, exchange_reports
+from foreprop.cluster.world import World
 from foreprop.core.frames import PACE_STEPS
 from foreprop.core.lateness import Straggler
 from foreprop.session import rebalancing
 from foreprop.stragglers.pace import PaceKeeper
+from tests.cluster import run_cluster
 from tests.conformance.parity import (
     Build,
     Trained,
@@ -29,6 +32,9 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
+from tests.matrix import batches_of as batches_of_sums
+from tests.matrix import make
+from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -91,6 +97,46 @@ def check_same(moved: Sequence[Trained], stayed: Sequence[Trained]) -> None:
         check_same_bits(got.model, wanted.model)
         check_same_optimizer_state(got.optimizer, wanted.optimizer)
         assert got.stats["steps"] == wanted.stats["steps"] > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"compression": "topk:0.3"}, {"staleness": "late"}, *long_cases({"compression": "int8"})],
+    ids=str,
+)
+def test_what_codecs_have_kept_back_moves_along(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sums that are exact: servers' values and what all ranks keep are what was pushed."""
+    lr = 2.0**-9
+
+    def work(world: World) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        model, _ = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr)
+        about: dict[str, Any] = {"reduction": "sum", "rebalance_s": 0.1, **settings}
+        with foreprop.parallelize(model, optimizer, world=world, **SETTINGS, **about) as session:
+            for batch in itertools.islice(itertools.cycle(batches_of_sums(world.rank)), BACK):
+                optimizer.zero_grad()
+                model(*batch).backward()
+                optimizer.step()
+            return session.master_state_dict(), session.state_dict()["residuals"]
+
+    asked = has_slow_link(monkeypatch, measured(1, 0.5, 1), measured(1, 1, 1))
+    found = run_cluster(RANKS, work)
+    assert asked[0] >= 2
+    wanted, _ = make()
+    optimizer = torch.optim.SGD(wanted.parameters(), lr)
+    for step in range(BACK):
+        optimizer.zero_grad()
+        for rank in range(RANKS):
+            batches = batches_of_sums(rank)
+            wanted(*batches[step % len(batches)]).backward()
+        optimizer.step()
+    masters = found[0][0]
+    for name, value in wanted.state_dict().items():
+        kept = sum(rank[1].get(name, {}).get("error", torch.zeros(())) for rank in found)
+        off = 1e-5 if settings.get("compression") == "int8" else 0.0
+        torch.testing.assert_close(masters[name] - lr * kept, value, rtol=0, atol=off)
 
 
 @pytest.mark.parametrize(

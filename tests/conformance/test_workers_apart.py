@@ -17,10 +17,12 @@ import foreprop
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.errors import ConfigError, ForepropError, HandshakeError, TrainingLoopError
+from tests import matrix as exact
 from tests.cluster import run_cluster
 from tests.conformance.parity import (
     batches_of,
     build_seeded,
+    check_same_bits,
     merge,
     run_plain,
     run_rank,
@@ -744,6 +746,39 @@ def test_ranks_that_want_different_staleness_do_not_meet() -> None:
 
 
 # What is refused.
+
+
+@pytest.mark.parametrize("settings", [{}, {"compression": "lossless"}], ids=["plain", "encoded"])
+def test_a_scaler_leaves_out_the_same_steps_with_late_values(settings: dict[str, Any]) -> None:
+    """The sums are exact, so a value that is late changes no gradient."""
+    broken, steps = {3, 10}, 4 * exact.STEPS
+
+    def loop(model: nn.Module, optimizer: Any, scaler: Any, ranks: Sequence[int]) -> None:
+        by_rank = [4 * exact.batches_of(rank) for rank in ranks]
+        for step in range(steps):
+            optimizer.zero_grad()
+            for rank, batches in zip(ranks, by_rank, strict=True):
+                factor = torch.inf if step in broken and rank == 0 else 1.0
+                loss = model(*batches[step]) * (factor / len(ranks))
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    def make_scaler() -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=5)
+
+    def work(world: World) -> tuple[dict[str, torch.Tensor], float]:
+        (model, optimizer), scaler = exact.make(), make_scaler()
+        about: dict[str, Any] = {**APART, "staleness": "late", "scaler": scaler, **settings}
+        with foreprop.parallelize(model, optimizer, world=world, **about):
+            loop(model, optimizer, scaler, [world.rank])
+            return snapshot(model.state_dict()), scaler.get_scale()
+
+    (model, optimizer), scaler = exact.make(), make_scaler()
+    loop(model, optimizer, scaler, [0, 1])
+    for found, scale in run_cluster(2, work):
+        check_same_bits(found, model.state_dict())
+        assert scale == scaler.get_scale()
 
 
 @pytest.mark.parametrize("value", ["never", -1, 1.5, True, None])

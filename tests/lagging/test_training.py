@@ -116,6 +116,6 @@ def test_what_is_for_host_memory_only_is_refused() -> None:
     late = Scenario(layers, plain, settings={"architecture": "p2p", "staleness": "late"}, ranks=1)
     with (
         lagging(),
-        pytest.raises(ConfigError, match="staleness is 'late', which is for parameters"),
+        pytest.raises(ConfigError, match="staleness is 'late', and a parameter is on"),
     ):
         train(late, DEVICE)

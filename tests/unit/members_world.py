@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 from foreprop.core.views import SLOTS, EnterView, StepBegun, View
@@ -75,20 +74,6 @@ class MembersWorld(ViewWorld, RepairWorld):
         view: Any = entered.view
         ViewWorld.enter(self, member, entered)
         RepairWorld.enter(self, member, view)
-
-    # A run.
-    def run(self, seed: int, *, mishap_share: float = 0.02) -> list[Choice]:
-        chance, happened = random.Random(seed), list[Choice]()
-        while choices := self.choices():
-            pressing, mishaps = self.pressing(), self.mishaps()
-            rest = [each for each in choices if each not in mishaps]
-            happens = mishaps if mishaps and chance.random() < mishap_share else rest
-            if not (happens or pressing):
-                break
-            choice = chance.choice(happens or pressing)
-            happened.append(choice)
-            self.happen(choice)
-        return happened
 
     def finish(self) -> View | None:
         """Nothing can happen any more: returns the last view."""

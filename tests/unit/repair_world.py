@@ -124,6 +124,8 @@ class RepairWorld:
         self.residuals = {m: dict.fromkeys(slices, 0) for m in everybody}
         self.updated = {m: dict.fromkeys(slices, 0) for m in everybody}
         """The steps that slices are after."""
+        self.installed: set[tuple[int, str]] = set()
+        """What the newcomer has."""
         self.unsent: set[tuple[int, int, int, str]] = set()
         self.summed: dict[int, dict[int, dict[int, Sent]]] = {
             m: {s: {} for s in slices} for m in everybody
@@ -277,6 +279,8 @@ class RepairWorld:
             if isinstance(instruction, MakeUpdate):
                 slice_, step = instruction
                 assert self.updated[member][slice_] < step
+                whole = member != self.newcomer or (slice_, PARTS[1]) in self.installed
+                assert whole, "an update without the optimizer's state"
                 for newcomer, _, what, _ in self.unsent_of(member):
                     view = self.views[newcomer]
                     assert what != slice_ or view is None or step < max(view.since)
@@ -291,6 +295,7 @@ class RepairWorld:
                 self.unsent.add((member, instruction.members[0], part.slice, part.name))
             elif isinstance(instruction, InstallPart):
                 assert isinstance(event, Part)
+                self.installed.add((instruction.slice, instruction.name))
                 if instruction.name == PARTS[0]:
                     self.stories[member][event.slice] = payload
                     self.updated[member][event.slice] = event.step
@@ -436,7 +441,7 @@ class RepairWorld:
         machines += [self.transfers] if self.newcomer else []
         links = self.to_server, self.to_worker, self.parts
         data = self.stories, self.pushes, self.residuals, self.updated, self.summed, self.given
-        servers = self.open, self.kept, self.tenures, self.unsent
+        servers = self.open, self.kept, self.tenures, self.unsent, self.installed
         ends = self.dead, self.gone, self.views, self.begun, self.got_step
         return tuple(freeze(each) for each in (*machines, *links, *data, *servers, *ends))
 

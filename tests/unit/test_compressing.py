@@ -65,6 +65,22 @@ def test_names_of_any_letters_are_what_a_session_takes(name: str) -> None:
     assert codec_of("blocks0.weight", config.codecs) == "none"
 
 
+def test_what_would_go_in_16_bits_is_left_to_the_cast() -> None:
+    asked = setting(profile=WITH_BIASES, rate_bits_per_s=0.2 * GBIT)
+    infos = [
+        ParameterInfo(name=array.name, shape=array.shape, dtype="float32", group=0)
+        for array in WITH_BIASES.arrays
+    ]
+    alone, _ = codecs_as_setting(asked, Config(compression="auto"), None, infos, {})
+    both = Config(compression="auto", wire_dtype="bfloat16")
+    found, said = codecs_as_setting(asked, both, None, infos, {})
+    assert said.endswith("; the rest in bfloat16")
+    assert alone is not None
+    assert found is not None
+    without = [choice for choice in alone.split(",") if not choice.endswith("=bf16")]
+    assert found.split(",") == without
+
+
 class Asked(Exception):
     """With how many elements to a slice."""
 

@@ -127,9 +127,13 @@ def test_what_nobody_has_is_made_anew_of_the_same_bytes() -> None:
     for member in (0, 1, 2):
         server.handle(push(member, NEWEST))  # closed, and every answer is lost
     assert settle_after_loss(server, NEWEST) == [
-        SettleResidual(0, NEWEST, counted=False),
         SendTo((0,), Wanted(0, 1, 0, NEWEST)),
         SendTo((2,), Wanted(0, 1, 0, NEWEST)),
+    ]
+    server.handle(push(0, NEWEST, view=1))
+    assert server.handle(push(2, NEWEST, view=1)) == [
+        SettleResidual(0, NEWEST, counted=False),
+        CloseRound(0, NEWEST, 1, (0, 2), workers=2, having=(0, 2)),
     ]
 
 
@@ -158,13 +162,18 @@ def test_a_second_loss_has_all_claim_again() -> None:
 
 
 def test_a_push_before_the_last_claim_waits() -> None:
+    """Even if all others' are here from the view before."""
     server = server_of()
+    for member in (0, 1, 2):
+        server.handle(push(member, BEFORE))
+    server.handle(push(0, NEWEST))
     server.handle(ViewEntered(VIEW))
-    server.handle(claim(0, NEWEST, NEWEST))
-    assert server.handle(push(0, OPEN, view=1)) == []
-    assert server.handle(claim(2, NEWEST, NEWEST)) == []
-    closed = CloseRound(0, OPEN, 1, (0, 2), workers=2, having=(0, 2))
-    assert server.handle(push(2, OPEN, view=1)) == [closed]
+    server.handle(claim(2, BEFORE, BEFORE))
+    assert server.handle(push(2, NEWEST, view=1)) == []
+    assert server.handle(claim(0, BEFORE, NEWEST)) == [
+        SettleResidual(0, BEFORE, counted=True),
+        CloseRound(0, NEWEST, 1, (0, 2), workers=2, having=(0, 2)),
+    ]
 
 
 def test_a_newcomer_is_waited_for_from_its_first_step_on() -> None:

@@ -99,8 +99,7 @@ def test_what_is_told_of_a_silent_peer(
     Clock(monkeypatch)
     near, far = ends
     heard, lost = Pulses("rank 0", config_of(2.0, 5.0), beats=True), list[tuple[int, str]]()
-    heard.lost = lambda number, why: lost.append((number, why))
-    heard.add(3, near, "server 3 at 10.0.0.3")
+    heard.add(3, near, "server 3 at 10.0.0.3", lambda *loss: lost.append(loss))
     with caplog.at_level(logging.WARNING, "foreprop"):
         for look in range(12):
             if look == 3:
@@ -126,8 +125,7 @@ def test_who_hangs_up_is_not_silent(
     Clock(monkeypatch)
     near, far = ends
     heard = Pulses("rank 0", config_of(), beats=True)
-    heard.lost = lambda number, why: pytest.fail(why)
-    heard.add(0, near, "server 0")
+    heard.add(0, near, "server 0", lambda number, why: pytest.fail(why))
     far.close()
     for _ in range(10):
         heard.look()
@@ -136,10 +134,14 @@ def test_who_hangs_up_is_not_silent(
 
 def test_the_last_connection_of_a_peer_counts() -> None:
     heard = Pulses("server 0", config_of(), beats=False)
+
+    def never(number: int, why: str) -> None:
+        pytest.fail(why)
+
     (first, far), (second, other) = socket.socketpair(), socket.socketpair()
     with far, other:
-        heard.add(1, first, "rank 1")
-        heard.add(1, second, "rank 1 again")
+        heard.add(1, first, "rank 1", never)
+        heard.add(1, second, "rank 1 again", never)
         assert len(heard) == 1
         assert far.recv(1) == b""
         heard.drop(1)

@@ -7,6 +7,7 @@ of the death. Over a cut nothing arrives, death included: both sides find silenc
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -189,6 +190,25 @@ class ViewWorld:
         for (_, b), queue in self.links.items():
             if b == member:
                 queue.clear()
+
+    def run(self, chance: random.Random, *, length: int = 60) -> None:
+        """To the end, by priorities that are drawn, and change now and then.
+
+        So some links and members are much slower than others, which finds more than a draw for
+        each event (Burckhardt et al., A randomized scheduler with probabilistic guarantees of
+        finding bugs, 2010). ``length``: about so many events there are.
+        """
+        changes, ranks, happened = chance.sample(range(length), 4), dict[Choice, float](), 0
+        while choices := self.choices():
+            if not (len(choices) > len(self.mishaps()) or chance.random() < 0.5):
+                return  # what may go wrong need not
+            for choice in choices:
+                ranks.setdefault(choice, chance.random())
+            first = max(choices, key=ranks.__getitem__)
+            if happened in changes:
+                ranks[first] = -chance.random()
+            self.happen(first)
+            happened += 1
 
     # What machines say.
     def tell(self, member: int, event: Any) -> None:

@@ -17,6 +17,7 @@ from foreprop.workload.wirecodecs import arrays_in_order
 
 _MOST_NODES_EACH = 4
 """Of more, one worker stands for all, as where slices are chosen."""
+_CASTS = {"bf16", "fp16"}
 _MOST_SLICES, _LARGE_ELEMS = 2048, 1_000_000
 """Of more, larger ones are simulated: the others' steps wait for what is chosen."""
 
@@ -71,13 +72,21 @@ def codecs_as_setting(
     infos: Sequence[ParameterInfo],
     lossless: Mapping[str, float],
 ) -> tuple[str | None, str]:
-    """The setting ``compression`` for ``auto``, and a sentence about it. Only for float32."""
-    allowed = allowed_by(str(config.compression)) or AUTO_CODECS
+    """The setting ``compression`` for ``auto``, and a sentence about it. Only for float32.
+
+    With ``wire_dtype`` that casts what would go in 16 bits or as it is.
+    """
+    allowed, cast = allowed_by(str(config.compression)) or AUTO_CODECS, ""
     if isinstance(config.slice_elems, str):
         config = config.replace(slice_elems=slice_elems)
+    if config.wire_dtype is not None:
+        config, cast = config.replace(wire_dtype=None), f"; the rest in {config.wire_dtype}"
     codecs, sentence = choose_compression(setting, config, allowed=allowed, lossless=lossless)
     wide = {info.name for info in infos if info.dtype == "float32"}
     chosen = [(pattern_of(name), codec) for name, codec in codecs.items() if name in wide]
+    if cast:
+        chosen = [(name, codec) for name, codec in chosen if codec not in _CASTS]
+        sentence += cast
     measured = {info.name: info.elems for info in infos if info.name in lossless}
     if measured:
         left = sum(lossless[name] * elems for name, elems in measured.items())

@@ -226,7 +226,7 @@ class GradientSums:
         """Of equal gradients the sum is what this rank's own gives, added up for each of them."""
         own = self._own[: len(total)]
         same = add_up([own.clone(), *[own] * (self._ranks - 1)], total.dtype)
-        same_batch.look((0, 0), [same, total], many=self._ranks)
+        same_batch.look(0, [same, total], many=self._ranks)
         if not same_batch.watching:
             self._same_batch, self._own = None, torch.empty(0)
 

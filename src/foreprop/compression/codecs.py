@@ -91,10 +91,10 @@ def make(name: str, training: DgcTraining | None = None) -> TensorCodec:
     if known is None and (installed := maybe_installed(CODECS, kind)) is not None:
         known = register_codec(installed)
     if known is None:
+        advice = answer_to_value("compression", kind) or did_you_mean(kind, names())
         raise ConfigError(
             f"compression: no codec is called {name!r}; there are {[NONE, *names()]}"
-            + (answer_to_value("compression", kind) or did_you_mean(kind, names()))
-            + f". If it is yours, {HOW}"
+            + (advice or f". If it is yours, {HOW}")
         )
     if not isinstance(known, str):
         from foreprop.compression.errorfeedback import ErrorFeedback

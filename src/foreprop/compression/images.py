@@ -18,17 +18,14 @@ import torch
 from foreprop.compression.choosing import coded_slices
 from foreprop.core.codec import codec_of, kind_of
 from foreprop.core.manifest import Hyperparameters, Manifest
-from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.slicing import Slice
-from foreprop.path.slicestore import SliceStore, SliceTensors
-from foreprop.path.tensors import IMAGE, MASTER, encode_state
+from foreprop.path.slicestore import Groups
 
 
-class ImageStore(SliceStore):
-    """Has images of the slices with a lossy codec; as with casts, they are what is shown."""
+class CodedSlices:
+    """What is special about updates by codes; see `path.slicestore.Codes`."""
 
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
-        super().__init__(manifest, slices, index)
         own = [piece for piece in slices if piece.server == index]
         choices = manifest.knobs.compression
         kinds = [kind_of(codec_of(info.name, choices)) for info in manifest.parameters]
@@ -38,72 +35,42 @@ class ImageStore(SliceStore):
         self._accumulated = coded_slices(manifest, dgc)
         """Their pushes have the momentum."""
         self._settled = manifest.optimizer.groups
-        self._announced: Sequence[Hyperparameters] = ()
+        self._group_of = [info.group for info in manifest.parameters]
+        self._names = [info.name for info in manifest.parameters]
+        self._announced: Groups = ()
         self._plain: dict[int, Hyperparameters] = {}
         """By group, ``_announced`` without momentum."""
 
-    def image_of(self, slice_: int) -> torch.Tensor:
-        """The slice's, to be moved in place; from now on `install_value` compares with it."""
-        tensors = self._slices[slice_]
-        if tensors.shown is None:
-            tensors.shown = tensors.extent.zeros(tensors.parameter.dtype)
-        return tensors.extent.part(tensors.shown)
+    def are_clipped(self, slice_: int) -> bool:
+        return slice_ in self._accumulated
 
-    def update(
-        self,
-        slice_: int,
-        ranks: Sequence[int],
-        groups: Sequence[Hyperparameters],
-        coefficient: float = 1.0,
-    ) -> None:
-        """As every store's; see the top. Raises `TrainingLoopError` if DGC's momentum changed."""
-        coded = self._accumulated.get(slice_)
-        if coded is not None and ranks:
-            groups = self._without_momentum(coded.piece.parameter, groups)
-        super().update(slice_, ranks, groups, coefficient)
-
-    def aggregate(self, slice_: int, ranks: Sequence[int], scale: float = 1.0) -> SquareSum:
-        """As every store's. The global norm is without what workers have clipped themselves."""
-        squares = super().aggregate(slice_, ranks, scale)
-        is_clipped = slice_ in self._accumulated and self._aggregation.clip_grad_norm is not None
-        # what is not finite has come as it is, and a scaler must see it
-        return ZERO if is_clipped and not squares.beyond else squares
-
-    def _clip(self, tensors: SliceTensors, total: torch.Tensor, coefficient: float) -> None:
-        if tensors.piece.number not in self._accumulated:
-            super()._clip(tensors, total, coefficient)
-
-    def _without_momentum(
-        self, parameter: int, groups: Sequence[Hyperparameters]
-    ) -> Sequence[Hyperparameters]:
+    def settings(self, piece: Slice, groups: Groups) -> Groups:
+        """Raises `TrainingLoopError` if DGC's momentum changed."""
+        if piece.number not in self._accumulated:
+            return groups
         from foreprop.compression.dgctraining import without_momentum
 
-        number = self._group_of[parameter]
+        number = self._group_of[piece.parameter]
         if self._announced is not groups:
             self._announced, self._plain = groups, {}
         if number not in self._plain:  # the same object for all slices, and for the whole step
-            about = (groups[number], self._settled[number], self._names[parameter])
+            about = (groups[number], self._settled[number], self._names[piece.parameter])
             self._plain[number] = without_momentum(*about)
         return [self._plain.get(other, group) for other, group in enumerate(groups)]
 
-    def _total(
-        self, tensors: SliceTensors, ranks: Sequence[int], scale: float = 1.0
-    ) -> torch.Tensor:
-        if tensors.piece.number not in self._votes:
-            return super()._total(tensors, ranks, scale)
+    def before_sum(self, slice_: int, gradients: Sequence[torch.Tensor]) -> None:
+        if slice_ in self._votes:
+            from foreprop.compression.onebit import vote
+
+            for gradient in gradients:  # raw ones are of a small slice, or not finite
+                vote(gradient)
+
+    def after_sum(self, slice_: int, total: torch.Tensor) -> torch.Tensor:
+        if slice_ not in self._votes:
+            return total
         from foreprop.compression.onebit import vote
 
-        for rank in ranks:  # raw ones are of a small slice, or not finite
-            vote(tensors.gradients[rank].tensor)
-        return vote(super()._total(tensors, ranks))
-
-    def export_master(self, slice_: int) -> bytes:
-        """The slice's values in full, and its image if that is another."""
-        tensors = self._slices[slice_]
-        if tensors.shown is None or tensors.wire_dtype != tensors.parameter.dtype:
-            return super().export_master(slice_)
-        part = tensors.extent.part
-        return encode_state({MASTER: part(tensors.parameter), IMAGE: part(tensors.shown)})
+        return vote(total)
 
 
 def move_image(image: torch.Tensor, change: torch.Tensor, *, exact: bool) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from foreprop.compression.choosing import SliceCodec, check_code, coded_slices
-from foreprop.compression.images import ImageStore, bits_of, move_image
+from foreprop.compression.images import bits_of, move_image
 from foreprop.core.codec import Place
 from foreprop.core.frames import SendFrame
 from foreprop.core.manifest import Manifest
@@ -28,6 +28,7 @@ from foreprop.link.connection import EMPTY, Connection
 from foreprop.observe.trace import CodecStage
 from foreprop.path.executor import Executor
 from foreprop.path.slices import Slices
+from foreprop.path.slicestore import SliceStore
 
 if TYPE_CHECKING:
     from foreprop.observe.trace import TraceRecorder
@@ -53,7 +54,7 @@ class ReplyCodecs:
     """Owns the frames of slices in the place of ``slices``, and hands them on."""
 
     def __init__(
-        self, manifest: Manifest, slices: Slices, executor: Executor, store: ImageStore
+        self, manifest: Manifest, slices: Slices, executor: Executor, store: SliceStore
     ) -> None:
         self.kinds = slices.kinds
         self._inner = slices

@@ -149,6 +149,7 @@ FEATURES: Mapping[str, Feature] = {
     "tables beside workers": _found("such tables, where workers update the rest"),
     "remote tables": _found("tables on the meta device"),
     "nccl": _found("NCCL"),
+    "device": _found("parameters on a device"),
 }
 """By the names that rows have for them."""
 
@@ -190,8 +191,8 @@ _DEDICATED = "use dedicated_servers"
 REFUSED: tuple[Refused, ...] = (
     _not_yet(
         "wire",
-        "codecs auto, lossy sums",
-        "the codes that are chosen or added up are of float32",
+        "lossy sums",
+        "the codes that are added up are of float32",
         "leave one of them out",
     ),
     # Collectives: what only servers can do.
@@ -252,12 +253,7 @@ REFUSED: tuple[Refused, ...] = (
         "these have servers beside the workers own what suits their nodes",
         "leave out one of them (placement: use 'round_robin')",
     ),
-    _not_yet(
-        "rebalance",
-        "aggregation, link rate, lossy codecs",
-        "slices cannot move with it",
-        _LEAVE_OUT,
-    ),
+    _not_yet("rebalance", "aggregation, link rate", "slices cannot move with it", _LEAVE_OUT),
     # Who updates.
     _refused(
         "workers",
@@ -328,7 +324,7 @@ REFUSED: tuple[Refused, ...] = (
         "train in bfloat16, which needs none, or leave out the other one",
     ),
     _not_yet(
-        f"{_COUNTED}, {_ANY_STALE}",
+        f"{_COUNTED}, staleness",
         "rebalance",
         "slices move when all workers are in one step",
         _LEAVE_OUT,
@@ -403,7 +399,7 @@ REFUSED: tuple[Refused, ...] = (
         "name them in dense_parameters, or leave staleness out",
     ),
     _not_yet(
-        _ANY_STALE,
+        "staleness",
         "scaler",
         "a scaler leaves out steps of all ranks together",
         "train in bfloat16, which needs none, or leave staleness out",
@@ -420,6 +416,12 @@ REFUSED: tuple[Refused, ...] = (
         "pulled",
         "answers land beside the parameters, whenever they come",
         "use a preset that broadcasts, as p3",
+    ),
+    _not_yet(
+        "late",
+        "device",
+        "answers land beside parameters that are in host memory",
+        "give a number of steps",
     ),
     _refused(
         "delay compensation",
@@ -481,7 +483,7 @@ def settled(config: Config) -> dict[str, Any]:
     asked = set(asked_for(config))
     changes: dict[str, Any] = {}
     if config.architecture == "auto" and asked & _ONLY_SERVED:
-        changes["architecture"] = "p2p"
+        changes["architecture"] = "ps" if "dedicated" in asked else "p2p"
     loses = "lossy codecs" in asked and not is_automatic(config.compression)
     if config.slice_elems == "auto" and (asked & _NOT_CUT_ANEW or loses):
         changes["slice_elems"] = None

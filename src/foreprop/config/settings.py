@@ -74,7 +74,7 @@ class Config:
         None,
         "p2p: servers beside the workers; ps: dedicated_servers; ring: all-reduce, the workers"
         " update; hybrid: ring, but servers for sparse gradients; auto: p2p, ring or hybrid, as"
-        " the first steps and the links suggest, and p2p with settings that need servers; by"
+        " the first steps and the links suggest, and servers with settings that need them; by"
         " default ps if there are dedicated_servers, else p2p",
     )
     update: UpdateBy = _setting(

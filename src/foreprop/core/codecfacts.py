@@ -210,9 +210,9 @@ def codec_named(name: str) -> KnownCodec:
 def encoded_share(
     choices: Sequence[Choice], name: str, shape: Sequence[int], piece: Slice
 ) -> float:
-    """Of the bytes of a parameter's slice what a push has; 1 if that is not encoded."""
+    """Of the bytes of a parameter's slice what a push has; 1 if that is not encoded, or unknown."""
     codec = codec_of(name, choices)
-    if codec == NONE or not takes(codec, shape):
+    if codec == NONE or kind_of(codec) not in _TABLE or not takes(codec, shape):
         return 1.0
     bytes_per_elem = codec_named(codec).facts.bytes_per_elem(piece.elems)
     return min(1.0, bytes_per_elem / _FLOAT_BYTES)

@@ -11,9 +11,10 @@ closes nothing. Then, per slice, the *newest* round that anybody has the average
   owner's own node, if it can: that crosses no link), and the owner passes it on;
 - a push of the round after it is sent again, the same bytes, unless the owner has it already.
 
-Nothing else is lost: nobody is more than one round ahead. Whatever the owner made of a round that
-nobody has an average of is forgotten with it, its residual included: that is as before, and the
-round is made anew, of the members of this view. A new owner begins with an empty residual.
+Nothing else is lost: nobody is more than one round ahead. What the owner made of a round that
+nobody has an average of is forgotten: the round is made anew, of the members of this view, with the
+residual as before (it follows itself, so it has not counted). A new owner begins with an empty
+residual.
 
 A second loss makes a new view, in which all claim again.
 """
@@ -156,14 +157,10 @@ class Repair:
         if lacking:
             giver = self._me if self._me in having else having[0]
             followed.append(SendTo((giver,), Wanted(*about, newest)))
-        if owned.residual.open > newest:
-            followed += owned.residual.settle(slice_, counted=False)
-        here, owned.pushed = owned.pushed, {}
+        here = owned.pushed
+        owned.pushed = {member: here[member] for member in claims if member in here}
         for member, claim in claims.items():
-            push = here.get(member)
-            if push and push.round > newest and push.round >= claim.pushed:
-                owned.pushed[member] = push
-            elif claim.pushed > newest:
+            if claim.pushed > newest and member not in here:
                 followed.append(SendTo((member,), Wanted(*about, claim.pushed)))
         return [*followed, *self._maybe_close(slice_, owned)]
 

@@ -132,12 +132,8 @@ class Residual:
 
     def follow(self, slice_: int, round_: Round) -> list[SettleResidual]:
         """The slice's next round begins: it tells whether the one before counted."""
-        return self.settle(slice_, counted=self.open[0] < round_[0])
-
-    def settle(self, slice_: int, *, counted: bool) -> list[SettleResidual]:
-        """Of the round that is open, if one is."""
         before, self.open = self.open, NEVER
-        return [] if before == NEVER else [SettleResidual(slice_, before, counted)]
+        return [] if before == NEVER else [SettleResidual(slice_, before, before[0] < round_[0])]
 
 
 class _Kept:

@@ -8,7 +8,8 @@ What a member may do depends on its view alone, so two halves never train on.
 Theory of operation. Each member notes what it finds, and passes on what it has heard:
 
 - A member is *dead* if its kernel says that the process is no more: the connection has ended, and
-  the port that it listened on refuses. That is a fact, and the dead count for nobody.
+  the port that it listened on refuses. (The end alone may be that of who has been left out.) That
+  is a fact, and the dead count for nobody.
 - A member is *silent* if nothing is heard of it, or if it does not vote in time; also if a
   connection has ended and the process is there. That is an accusation: a pair (who, whom). The
   accused goes; of two who accuse each other, the one with more accusers, or the higher number.
@@ -119,7 +120,7 @@ class MemberSilent(NamedTuple):
 
 
 class AdmissionAsked(NamedTuple):
-    """A node that is no member wants to come."""
+    """A node that is no member wants to come, and has its connections to all of them."""
 
     member: int
 
@@ -310,7 +311,8 @@ class ViewMachine:
         return self._enter(View(number, self.base.number, members, since))
 
     def _enter(self, view: View) -> list[ViewInstruction]:
-        before = set(self.base.members) if self.base else set()
+        attempted = {member for _, members in self._attempts for member in members}
+        before = attempted.union(self.base.members if self.base else ())
         lost = before - set(view.members)
         told = tuple(sorted((before | set(view.members)) - self._dead - {self.me}))
         self.base, self._number = view, view.number

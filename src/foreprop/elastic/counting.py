@@ -33,11 +33,12 @@ from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.elastic.admission import Admission
 from foreprop.elastic.countedfile import CountedFile, read_replay
-from foreprop.elastic.countedstore import CountedStore
 from foreprop.elastic.departure import Departure
 from foreprop.errors import Failure, ForepropError, StorageError, failure_of
 from foreprop.link.connection import EMPTY, Connection
 from foreprop.path.executor import Doer, Executor
+from foreprop.path.slicestore import SliceStore
+from foreprop.path.versions import Versions
 
 SILENT_SHARE = 0.75
 """Of ``step_timeout_s``: a server drops who is silent before others give up waiting."""
@@ -67,7 +68,8 @@ class Counting:
             turns=turns_of(knobs.lanes, index, started),
             closing=partial(FirstMembers, members=self.members, replay=replay),
         )
-        self.store = CountedStore(manifest, slices, index)
+        versions = Versions(manifest) if knobs.backup_workers else None
+        self.store = SliceStore(manifest, slices, index, versions=versions)
         self._index = index
         self._log = CountedLog(workers, own, started=started)
         self._file: CountedFile | None = None
@@ -111,23 +113,19 @@ class Counting:
 
     # Doing.
     def _update_counted(self, due: UpdateSlice) -> Sequence[object] | None:
-        counted = due.counted or ()
         with self._lock:
-            lines = self._log.note(due.slice, due.step, counted)
+            lines = self._log.note(due.slice, due.step, due.counted or ())
             if self._file is not None and lines:
                 self._file.write(lines)
-        self.store.about(due.step, len(counted))
         return self._update(due)
 
     def _answer(self, answer: AnswerSlice) -> None:
         slice_, step, priority, ranks, flags, _ = answer
-        version = self.store.version(slice_)
-        if 0 < step < version.step:
+        at_step, data = self.store.read(slice_, ranks)
+        if 0 < step < at_step:
             flags |= Flag.LATE
-        data = EMPTY if flags & Flag.UNCHANGED else version.data
+        data = EMPTY if flags & Flag.UNCHANGED else data
         for rank in ranks:
-            if rank == 0:
-                self.store.note_read(slice_, version)
             self._executor.send(rank, Kind.REPLY, step, priority, slice_, data, flags)
 
     def _drop(self, push: DropPush) -> None:

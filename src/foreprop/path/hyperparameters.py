@@ -81,21 +81,21 @@ class HyperparameterHistory:
             for rank in ranks:
                 self._reached[rank] = max(self._reached[rank], step)
             whose = [peer for peer in self._everybody if self._reached[peer] >= step]
-        agreed = self._of(whose[0], step)
-        for peer in whose[1:]:
-            if (groups := self._of(peer, step)) != agreed:
-                self._differ(step, (whose[0], peer), agreed, groups)
-        self._agreed[key] = agreed
+        said: list[Groups] = []
+        for peer in whose:
+            for announced, groups in reversed(self._said[peer]):
+                if announced <= step:
+                    said.append(groups)
+                    break
+            else:
+                rank = self._ranks[peer]
+                raise RemoteProtocolError(f"rank {rank} pushed before it sent hyperparameters")
+            if said[-1] != said[0]:
+                self._differ(step, (whose[0], peer), said[0], said[-1])
+        self._agreed[key] = said[0]
         if len(self._agreed) > self._most_kept:
             del self._agreed[next(iter(self._agreed))]
-        return agreed
-
-    def _of(self, peer: int, step: int) -> Groups:
-        for announced, groups in reversed(self._said[peer]):
-            if announced <= step:
-                return groups
-        rank = self._ranks[peer]
-        raise RemoteProtocolError(f"rank {rank} pushed before it sent hyperparameters")
+        return said[0]
 
     def _differ(self, step: int, peers: tuple[int, int], first: Groups, second: Groups) -> None:
         ranks = (self._ranks[peers[0]], self._ranks[peers[1]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -21,15 +21,10 @@ class SameBatch:
         self.watching = True
         """Whether `look` is still to be told."""
         self._where, self._whose = where, whose
-        self._same: dict[tuple[int, int], int] = {}
+        self._same: dict[Hashable, int] = {}
 
-    def look(
-        self, which: tuple[int, int], gradients: Sequence[torch.Tensor], *, many: int
-    ) -> None:
-        """An array's, by rank or node, of which there are so ``many``; once a step. Warns once.
-
-        ``which``: its slice, and its place in that.
-        """
+    def look(self, which: Hashable, gradients: Sequence[torch.Tensor], *, many: int) -> None:
+        """An array's, by rank or node, of which there are so ``many``; once a step. Warns once."""
         first, *others = gradients
         if not others or not _tells(first):
             return

@@ -8,7 +8,7 @@ most urgent is next. On a relay it adds up the node's gradients instead (`relays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -29,6 +29,7 @@ from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.link.connection import EMPTY, Connection, check_size, exactly, nothing
 from foreprop.path.executor import Executor, Machine
+from foreprop.path.pipeline import Sent
 from foreprop.path.slicestore import SliceStore
 from foreprop.path.sums import GradientBuffer
 
@@ -216,13 +217,15 @@ class Updates:
         started_ns = self._trace.now_ns() if self._trace is not None else 0
         finished = _SLICE_UPDATED
         if update.gradient:
-            about = (update.slice, update.ranks)
-            squares = self._store.aggregate_only(*about, measure=update.measure)
+            measure = update.measure
+            squares = self._store.aggregate_only(update.slice, update.ranks, measure=measure)
             finished = SliceUpdated(squares)
         else:
             with self._lock:
                 groups = self._settings_at(update.step, update.ranks) if update.ranks else ()
-            self._store.update(update.slice, update.ranks, groups, self._coefficient)
+            slice_, step, ranks = update[:3]
+            about = (slice_, ranks, groups, self._coefficient)
+            self._store.update(*about, step=step, counted=update.counted)
         if self._trace is not None:
             self._note_updated(self._trace, update, started_ns)
         with self._lock:
@@ -243,7 +246,10 @@ class Updates:
         self._updated_ns.pop((update.slice, update.step - 2), None)
         self._updated_ns[update.slice, update.step] = trace.now_ns()
 
-    def reply_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
+    def told_for_the_trace(self) -> Mapping[Kind, Sent]:
+        return {} if self._trace is None else {Kind.REPLY: self._reply_sent}
+
+    def _reply_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
         if self._trace is not None:
             peer, kind, step, slice_, priority, flags, _ = frame
             sent = Header(kind, flags, peer, step, slice_, priority, size_bytes)

@@ -10,10 +10,13 @@ an element is treated as it would be there, wherever a slice begins and ends.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -39,12 +42,19 @@ from foreprop.path.tensors import (
     AVERAGE,
     DTYPES,
     GRADIENT,
+    IMAGE,
     MASTER,
     decode_state,
     encode_state,
     is_array,
     state_limit_bytes,
 )
+
+if TYPE_CHECKING:
+    from foreprop.path.versions import Versions
+
+
+Groups = Sequence[Hyperparameters]
 
 
 class SliceTensors:
@@ -95,13 +105,41 @@ class SliceTensors:
         self.optimizer = PartOptimizer(optimizer, self.parameter, **one_by_one(optimizer))
 
 
+class Codes(Protocol):
+    """What is done otherwise for slices whose pushes are codes."""
+
+    def settings(self, piece: Slice, groups: Groups) -> Groups:
+        """For an update of this slice."""
+
+    def are_clipped(self, slice_: int) -> bool:
+        """Whether workers have clipped what they push of this slice."""
+
+    def before_sum(self, slice_: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Change them in place."""
+
+    def after_sum(self, slice_: int, total: torch.Tensor) -> torch.Tensor: ...
+
+
 class SliceStore:
     """The tensors of one server's slices.
 
+    With ``versions`` answers carry copies, and checkpoints wait for the update that is under way.
     Methods are called with the server's lock held, but for `update`: one thread at a time.
     """
 
-    def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        slices: Sequence[Slice],
+        index: int,
+        *,
+        versions: Versions | None = None,
+        codes: Codes | None = None,
+    ) -> None:
+        self._versions = versions
+        self._codes = codes
+        self._writing = contextlib.nullcontext() if versions is None else threading.Lock()
+        """Held while values or optimizer state change."""
         self._world_size = manifest.most_workers
         self._places_of = cache(manifest.places_of)
         self._aggregation = manifest.knobs.aggregation
@@ -112,7 +150,9 @@ class SliceStore:
         self._step: Step = inspect.unwrap(optimizer.step)
         self._group_of = [info.group for info in manifest.parameters]
         self._names = [info.name for info in manifest.parameters]
-        self._divisors = [self._world_size if way == "mean" else 1 for way in manifest.reductions()]
+        self._counts = not manifest.knobs.staleness
+        """The mean is over those that count; otherwise each push is a share of all ranks' mean."""
+        self._is_mean = [way == "mean" for way in manifest.reductions()]
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         sliced_elems = manifest.sliced_elems()
@@ -142,6 +182,23 @@ class SliceStore:
         """
         return self._slices[slice_].view
 
+    def read(self, slice_: int, ranks: Sequence[int]) -> tuple[int, memoryview]:
+        """What these ranks are sent now, and after which step that is, or 0: of the last."""
+        if self._versions is None:
+            return 0, self._slices[slice_].view
+        step, _, data = self._versions.read(slice_, ranks)
+        return step, data
+
+    def image_of(self, slice_: int) -> torch.Tensor:
+        """What workers have of the slice, to be moved in place; `install_value` compares with it.
+
+        With an exact codec nobody needs it: it is what the server has.
+        """
+        tensors = self._slices[slice_]
+        if tensors.shown is None:
+            tensors.shown = tensors.extent.zeros(tensors.parameter.dtype)
+        return tensors.extent.part(tensors.shown)
+
     def size_bytes(self, slice_: int, *, value: bool = False) -> int:
         """Of a gradient, in the wire's type, or of a value, which comes in full."""
         tensors = self._slices[slice_]
@@ -158,8 +215,23 @@ class SliceStore:
         self._slices[slice_].gradients[rank] = buffer
 
     def put_value(self, slice_: int, buffer: GradientBuffer, *, step: int = 0) -> None:
-        """To be installed now (``step`` 0) or with the next update."""
-        self._slices[slice_].staged = buffer
+        """To be installed now (``step`` 0) or with the next update.
+
+        With versions later ones may not differ: raises `TrainingLoopError`.
+        """
+        tensors = self._slices[slice_]
+        if not step or self._versions is None:
+            tensors.staged = buffer
+            return
+        name = self._names[tensors.piece.parameter]
+        self._versions.check_unedited(tensors, buffer.tensor, name, step)
+        buffer.pool.append(buffer)
+
+    def drop(self, slice_: int, rank: int) -> None:
+        """What the rank has pushed does not count."""
+        buffer = self._slices[slice_].gradients.pop(rank, None)
+        if buffer is not None:
+            buffer.pool.append(buffer)
 
     def install_value(self, slice_: int) -> None:
         """Take the values that rank 0 sent as the slice's parameters.
@@ -175,6 +247,8 @@ class SliceStore:
             tensors.parameter.copy_(values)
             tensors.staged.pool.append(tensors.staged)
             tensors.staged = None
+            if self._versions is not None:
+                self._versions.add(tensors, 0, changed=True)
 
     def aggregate(self, slice_: int, ranks: Sequence[int], scale: float = 1.0) -> SquareSum:
         """Do the first half of `update` ahead; returns the sum of the gradient's squares.
@@ -182,37 +256,49 @@ class SliceStore:
         ``scale`` is that of the loss.
         """
         tensors = self._slices[slice_]
-        total = tensors.total = self._total(tensors, ranks, scale)
+        total = tensors.total = self._total(tensors, ranks, scale=scale)
         for rank, buffer in list(tensors.gradients.items()):
             if buffer.tensor is not total:  # all slices wait together: keep no more than the sums
                 buffer.pool.append(tensors.gradients.pop(rank))
-        return square_sum(tensors.extent.part(tensors.total))
+        squares = square_sum(tensors.extent.part(tensors.total))
+        is_clipped = self._codes is not None and self._codes.are_clipped(slice_)
+        if is_clipped and self._aggregation.clip_grad_norm is not None and not squares.beyond:
+            return ZERO  # of the norm; what is not finite has come as it is, and a scaler sees it
+        return squares
 
     def update(
         self,
         slice_: int,
         ranks: Sequence[int],
-        groups: Sequence[Hyperparameters],
+        groups: Groups,
         coefficient: float = 1.0,
+        *,
+        step: int = 0,
+        counted: Sequence[int] | None = None,
     ) -> None:
         """Aggregate the gradients of ``ranks``, in rank order, and apply ``coefficient`` of them.
 
-        The calling thread must have gradients disabled (``torch.set_grad_enabled(False)``).
+        ``counted``: the mean is over these, with a gradient or without, and others' gradients may
+        be here; None: it is over all. The calling thread must have gradients disabled
+        (``torch.set_grad_enabled(False)``). Raises `TrainingLoopError`.
         """
         tensors, decay = self._slices[slice_], self._aggregation.ema
         changed = bool(ranks) or (tensors.staged is not None and tensors.shown is not None)
-        if tensors.staged is not None:
-            self.install_value(slice_)
-        if decay is not None and tensors.average is None:
-            tensors.average = start_average(tensors.parameter)
-        if ranks:
-            self._apply(tensors, ranks, groups, coefficient)
-        else:
-            self._drop_gradients(tensors)
-        if decay is not None and tensors.average is not None:
-            move_average(tensors.average, tensors.parameter, decay)
-        if changed and tensors.wire_dtype != tensors.parameter.dtype:
-            _show(tensors)
+        with self._writing:
+            if tensors.staged is not None:
+                self.install_value(slice_)
+            if decay is not None and tensors.average is None:
+                tensors.average = start_average(tensors.parameter)
+            if ranks:
+                self._apply(tensors, ranks, groups, coefficient, counted)
+            elif counted is None:
+                self._drop_gradients(tensors, list(tensors.gradients))
+            if decay is not None and tensors.average is not None:
+                move_average(tensors.average, tensors.parameter, decay)
+            if changed and tensors.wire_dtype != tensors.parameter.dtype:
+                _show(tensors)
+            if self._versions is not None:
+                self._versions.add(tensors, step, changed=changed)
 
     def aggregate_only(
         self, slice_: int, ranks: Sequence[int], *, measure: bool
@@ -225,9 +311,9 @@ class SliceStore:
         """
         tensors = self._slices[slice_]
         if not ranks:
-            self._drop_gradients(tensors)
+            self._drop_gradients(tensors, list(tensors.gradients))
             return tuple(ZERO for _ in self._places_of(tensors.piece)) if measure else ()
-        kept = self._keep(tensors, self._total(tensors, ranks))
+        kept = self._keep(tensors, self._total(tensors, ranks), ranks)
         tensors.view = kept.view
         if not measure:
             return ()
@@ -238,50 +324,59 @@ class SliceStore:
         self,
         tensors: SliceTensors,
         ranks: Sequence[int],
-        groups: Sequence[Hyperparameters],
+        groups: Groups,
         coefficient: float,
+        counted: Sequence[int] | None,
     ) -> None:
-        total = tensors.total if tensors.total is not None else self._total(tensors, ranks)
-        if self._clips or coefficient != 1.0:
-            self._clip(tensors, total, coefficient)
+        piece, codes, total = tensors.piece, self._codes, tensors.total
+        if total is None:
+            total = self._total(tensors, ranks, counted)
+        if codes is not None:
+            groups = codes.settings(piece, groups)
+        is_clipped = codes is not None and codes.are_clipped(piece.number)
+        if (self._clips or coefficient != 1.0) and not is_clipped:
+            clip(total, self._aggregation, coefficient)
         dtype = tensors.parameter.dtype
         tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
-        number, optimizer = tensors.piece.parameter, tensors.optimizer
-        group = groups[self._group_of[number]]
+        optimizer, group = tensors.optimizer, groups[self._group_of[piece.parameter]]
         if optimizer.group is group:
             self._step(optimizer.made)
         else:
-            optimizer.update(self._step, group, self._names[number])
+            optimizer.update(self._step, group, self._names[piece.parameter])
         tensors.parameter.grad = None
-        self._keep(tensors, total)
+        if self._versions is None:
+            self._keep(tensors, total, ranks)
+        else:  # nobody can read it
+            self._drop_gradients(tensors, ranks)
 
-    def _clip(self, tensors: SliceTensors, total: torch.Tensor, coefficient: float) -> None:
-        clip(total, self._aggregation, coefficient)
+    def _keep(
+        self, tensors: SliceTensors, total: torch.Tensor, ranks: Sequence[int]
+    ) -> GradientBuffer:
+        """The aggregated gradient is read by whoever wants, until all workers have pushed again.
 
-    def _keep(self, tensors: SliceTensors, total: torch.Tensor) -> GradientBuffer:
-        """The aggregated gradient is read by whoever wants, until all workers have pushed again."""
+        Others' gradients may be here, to be dropped, or may just come.
+        """
         if tensors.kept is not None:
             tensors.kept.pool.append(tensors.kept)
-        kept = None
-        for buffer in tensors.gradients.values():
-            if buffer.tensor is total:
+        kept, spare = None, []
+        for rank in ranks:
+            buffer = tensors.gradients.pop(rank, None)
+            if buffer is not None and buffer.tensor is total:
                 kept = buffer
+            elif buffer is not None:
+                spare.append(buffer)
         if kept is None:
-            kept = self.take_buffer(tensors.piece.number)
+            kept = spare.pop(0) if spare else self.take_buffer(tensors.piece.number)
             kept.tensor.copy_(total)  # added up in more than the wire's type
-        for buffer in tensors.gradients.values():
-            if buffer is not kept:
-                buffer.pool.append(buffer)
-        tensors.gradients.clear()
+        for buffer in spare:
+            buffer.pool.append(buffer)
         tensors.kept, tensors.total = kept, None
         return kept
 
-    def _drop_gradients(self, tensors: SliceTensors) -> None:
-        """No rank had one, or the step is left out."""
+    def _drop_gradients(self, tensors: SliceTensors, ranks: Sequence[int]) -> None:
         tensors.total = None
-        for buffer in tensors.gradients.values():
-            buffer.pool.append(buffer)
-        tensors.gradients.clear()
+        for rank in ranks:
+            self.drop(tensors.piece.number, rank)
 
     def _compare(self, same_batch: SameBatch, tensors: SliceTensors, ranks: Sequence[int]) -> None:
         """In the first steps."""
@@ -295,49 +390,68 @@ class SliceStore:
                 break
 
     def _total(
-        self, tensors: SliceTensors, ranks: Sequence[int], scale: float = 1.0
+        self,
+        tensors: SliceTensors,
+        ranks: Sequence[int],
+        counted: Sequence[int] | None = None,
+        scale: float = 1.0,
     ) -> torch.Tensor:
         """The aggregated gradient, not clipped; may be in the memory of the first rank's."""
         if self._same_batch is not None:
             self._compare(self._same_batch, tensors, ranks)
+        number, codes = tensors.piece.number, self._codes
+        if codes is not None:
+            codes.before_sum(number, [tensors.gradients[rank].tensor for rank in ranks])
         first, *others = ranks
         total = tensors.gradients[first].tensor.to(tensors.sum_dtype)
         for rank in others:
             total += tensors.gradients[rank].tensor
-        if self._divisors[tensors.piece.parameter] > 1:
-            total /= self._divisors[tensors.piece.parameter]
+        if self._versions is not None:
+            total = self._versions.compensated(tensors, ranks, total)
+        divisor = len(counted) if counted is not None and self._counts else self._world_size
+        if divisor > 1 and self._is_mean[tensors.piece.parameter]:
+            total /= divisor
         if scale != 1.0:
             total *= 1.0 / scale
-        return total
+        return total if codes is None else codes.after_sum(number, total)
 
     # Optimizer state, for checkpoints.
     def export_state(self, slice_: int) -> bytes:
         """The slice's optimizer state: a length, a JSON list of entries, then tensors' bytes."""
         tensors = self._slices[slice_]
-        part, state = tensors.extent.part, tensors.optimizer.state
-        return encode_state(
-            {key: part(value) if is_array(value) else value for key, value in state.items()}
-        )
+        part = tensors.extent.part
+        with self._writing:
+            state = tensors.optimizer.state
+            return encode_state(
+                {key: part(value) if is_array(value) else value for key, value in state.items()}
+            )
 
     def import_state(self, slice_: int, data: memoryview) -> None:
         """Replace the slice's optimizer state; raises `RemoteProtocolError` if it does not fit."""
         tensors = self._slices[slice_]
         state = decode_state(data, elems=tensors.piece.elems)
-        tensors.optimizer.replace_state(
-            {
-                key: tensors.extent.padded(value) if is_array(value) else value
-                for key, value in state.items()
-            }
-        )
+        with self._writing:
+            tensors.optimizer.replace_state(
+                {
+                    key: tensors.extent.padded(value) if is_array(value) else value
+                    for key, value in state.items()
+                }
+            )
 
     def export_master(self, slice_: int) -> bytes:
-        """The slice's values in full, as a state of one tensor."""
+        """The slice's values in full, and its image if codes have made another one."""
         tensors = self._slices[slice_]
-        return encode_state({MASTER: tensors.extent.part(tensors.parameter)})
+        part, shown = tensors.extent.part, tensors.shown
+        has_image = shown is not None and tensors.wire_dtype == tensors.parameter.dtype
+        with self._writing:
+            image = {IMAGE: part(shown)} if shown is not None and has_image else {}
+            return encode_state({MASTER: part(tensors.parameter), **image})
 
     def export_gradient(self, slice_: int) -> bytes:
         """The aggregated gradient of the slice's last update, as a state of one tensor."""
         tensors = self._slices[slice_]
+        if self._versions is not None:
+            raise self._versions.refuse_gradient(self._names[tensors.piece.parameter])
         if tensors.kept is None:
             raise RemoteProtocolError(f"the gradient of slice {slice_} is not kept")
         return encode_state({GRADIENT: tensors.extent.part(tensors.kept.tensor)})
@@ -346,10 +460,11 @@ class SliceStore:
     def export_average(self, slice_: int) -> bytes:
         """The slice's moving average, as a state of one tensor."""
         tensors = self._slices[slice_]
-        average = tensors.average
-        if average is None:
-            average = start_average(tensors.parameter)
-        return encode_state({AVERAGE: tensors.extent.part(average)})
+        with self._writing:
+            average = tensors.average
+            if average is None:
+                average = start_average(tensors.parameter)
+            return encode_state({AVERAGE: tensors.extent.part(average)})
 
     def import_average(self, slice_: int, data: memoryview) -> None:
         """Go on from this average; raises `RemoteProtocolError` if it does not fit."""

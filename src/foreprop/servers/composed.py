@@ -40,7 +40,7 @@ from foreprop.path.slicestore import SliceStore
 if TYPE_CHECKING:
     from foreprop.buddies.recovery import Recovery
     from foreprop.buddies.substitutes import Substitution
-    from foreprop.compression.images import ImageStore
+    from foreprop.compression.images import CodedSlices
     from foreprop.compression.replycodecs import ReplyCodecs
     from foreprop.elastic.admission import Admission
     from foreprop.elastic.counting import Counting
@@ -170,7 +170,7 @@ class _Composition:
             owners = [piece.server for piece in slices if manifest.is_served(piece)]
             owners += [shard.server for shard in self._shards]
             self._barrier = StepBarrier(owners.count(host.index))
-        images = self._maybe_images(slices, host.index)
+        codes = self._maybe_codes(slices, host.index)
         self._counting = counting = self._maybe_counting(slices, host.index)
         apart = counting or self._maybe_apart(slices, host.index)
         self._is_plain = apart is None
@@ -179,7 +179,7 @@ class _Composition:
         self._executor = Executor(self._machine, host, peers, connections, thread_name)
         self._store: SliceStore
         if apart is None:
-            self._store = images or store_class(manifest, slices, host.index)
+            self._store = store_class(manifest, slices, host.index, codes=codes)
         else:
             self._store = apart.store
         newcomers = None if counting is None else counting.newcomers
@@ -189,8 +189,8 @@ class _Composition:
         self._slices = Slices(*about, names, check=self._finite_check())
         self._frames: Service = self._slices
         self._codecs: ReplyCodecs | None = None
-        if images is not None:
-            self._frames = self._codecs = self._make_codecs(images)
+        if codes is not None:
+            self._frames = self._codecs = self._make_codecs()
         self._waits = Waits([self._slices], self._barrier)
         self._goodbyes = Goodbyes(self._executor)
         self._admission = None if counting is None else counting.admission
@@ -210,7 +210,7 @@ class _Composition:
             payload={Kind.REPLY: replies}
             | ({} if snapshots is None else {Kind.SNAPSHOT: snapshots.payload_of}),
             encode={} if self._codecs is None else {Kind.REPLY: self._codecs.encode},
-            sent={Kind.REPLY: self._updates.reply_sent},
+            sent=self._updates.told_for_the_trace(),
         )
 
     def _make_machine(self, slices: Sequence[Slice], index: int) -> ServerMachine[AllMembers]:
@@ -262,12 +262,12 @@ class _Composition:
 
         return check_finite
 
-    def _maybe_images(self, slices: Sequence[Slice], index: int) -> ImageStore | None:
+    def _maybe_codes(self, slices: Sequence[Slice], index: int) -> CodedSlices | None:
         if not self._manifest.knobs.compression:
             return None
-        from foreprop.compression.images import ImageStore
+        from foreprop.compression.images import CodedSlices
 
-        return ImageStore(self._manifest, slices, index)
+        return CodedSlices(self._manifest, slices, index)
 
     def _maybe_counting(self, slices: Sequence[Slice], index: int) -> Counting | None:
         knobs = self._manifest.knobs
@@ -296,10 +296,10 @@ class _Composition:
         about = (counting, own, index, self._substitution, self._connections)
         return Recovery(*about, every=every, session=self._manifest.session)
 
-    def _make_codecs(self, images: ImageStore) -> ReplyCodecs:
+    def _make_codecs(self) -> ReplyCodecs:
         from foreprop.compression.replycodecs import ReplyCodecs
 
-        return ReplyCodecs(self._manifest, self._slices, self._executor, images)
+        return ReplyCodecs(self._manifest, self._slices, self._executor, self._store)
 
     def _make_rows(self) -> RowServer:
         from foreprop.tables.service import RowServer

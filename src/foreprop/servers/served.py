@@ -14,7 +14,6 @@ from foreprop.core.manifest import FROZEN_BLOB, NO_GROUP, Hyperparameters, Manif
 from foreprop.core.wire import Kind
 from foreprop.hooks.modelhooks import pack, unpack_into
 from foreprop.link.connection import Later
-from foreprop.link.stream import Stream
 from foreprop.path.memory import MemoryFactory
 from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters, with_scale
 from foreprop.path.pipeline import Features
@@ -60,26 +59,21 @@ class ServedBackend:
 
             check_setting(setup.config, manifest)
         if setup.config.staleness == "late":
-            from foreprop.staleness.lateparameter import memory_beside
+            from foreprop.path.gpumemory import StagedMemory
 
-            self.memory_of = memory_beside
+            self.memory_of = StagedMemory
         if setup.config.counts_some:
             from foreprop.elastic.fitness import check_fitness
 
             check_fitness(setup.config, manifest.world_size)
         self.connections.open()
         self.session_id = self.connections.session_id
-        streams: list[Stream] = self.connections.streams
-        replaceable: list[ReplaceableStream] = []
-        if setup.config.elastic and manifest.knobs.buddy_steps is not None:
-            from foreprop.buddies.replaceable import ReplaceableStream
-
-            replaceable = [ReplaceableStream(stream) for stream in streams]
-            streams = [*replaceable]
+        survives = setup.config.elastic and manifest.knobs.buddy_steps is not None
+        replaceable = self._replaceable_streams() if survives else []
         self.engine = WorkerEngine(
             msgspec.structs.replace(manifest, session=self.session_id),
             setup.memory,
-            streams,
+            replaceable or self.connections.streams,
             rank=setup.world.rank,
             config=setup.config,
             trace=setup.make_trace(self.session_id),
@@ -87,15 +81,26 @@ class ServedBackend:
             look=setup.look,
         )
         self._rows, self._norm = add_features(self.engine)
+        self._pace = Later({Kind.PACE_REPORT}, self._make_pace)
+        self._tells_pace = self._are_in_step()
         self.codecs: PushCodecs | None = None
-        features, receivers = features_of(self._norm), self.engine.receivers
-        if manifest.knobs.compression:
+        self.members: Membership | None = None
+        self.engine.compose(self._features(replaceable))
+
+    def _replaceable_streams(self) -> list[ReplaceableStream]:
+        from foreprop.buddies.replaceable import ReplaceableStream
+
+        return [ReplaceableStream(stream) for stream in self.connections.streams]
+
+    def _features(self, replaceable: Sequence[ReplaceableStream]) -> Features:
+        """What this session has its engine do; each receiver is put before those made before."""
+        setup, receivers, features = self._setup, self.engine.receivers, features_of(self._norm)
+        if self.engine.manifest.knobs.compression:
             from foreprop.compression.pushcodecs import PushCodecs
 
             self.codecs = PushCodecs(self.engine)
             features = replace(features, encode=self.codecs.encode)
             receivers.put_before(self.codecs)
-        self.members: Membership | None = None
         if setup.config.counts_some:
             from foreprop.servers.surviving import make_members
 
@@ -103,21 +108,26 @@ class ServedBackend:
             about = (self.connections, replaceable, setup.world, given)
             self.members = make_members(self.engine, *about)
             features = self.members.features(features)
-        self._pace = Later({Kind.PACE_REPORT}, self._make_pace)
-        self._tells_pace = self._are_in_step()
         if self._tells_pace:  # all ranks of a step do
             receivers.add(self._pace)
             features = replace(features, end_window=self._end_window)
-        self.engine.compose(features)
+        return features
 
     def _end_window(self, step: int) -> None:
         self._pace.service.end_window(step)
 
     def _are_in_step(self) -> bool:
-        """Whether servers hear from every worker, and all are in the same step."""
+        """Whether servers hear from every worker, and all are in the same step.
+
+        Where values may be late the pace, which is waited for, is told for what needs it only.
+        """
         config, together = self._setup.config, self.connections.workers_per_push == 1
+        moves = config.rebalance_s is not None
         return (
-            self._setup.world.size > 1 and together and not (config.counts_some or config.staleness)
+            self._setup.world.size > 1
+            and together
+            and not config.counts_some
+            and (not config.staleness or (config.staleness == "late" and moves))
         )
 
     def _manifest(self) -> Manifest:

@@ -115,6 +115,11 @@ class Checkpoints:
             found.update(codecs.residuals.whole())
         return {"residuals": found}
 
+    def replace_residuals(self, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """This rank's own, by parameter, where the backend is another one."""
+        for codecs in self._codecs():
+            codecs.residuals.replace(whole)
+
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         from foreprop.compression.residuals import check_states, divided, entries
 

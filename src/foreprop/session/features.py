@@ -37,6 +37,9 @@ def _features(
     if training.user.row_wise:
         names = ", ".join(sorted(training.user.row_wise))
         yield "tables", f"tables are held row by row ({names})"
+    for device in {parameter.device for parameter in training.user.model.parameters()}:
+        if device.type not in ("cpu", "meta"):
+            yield "device", f"a parameter is on {device}"
     workers = min(config.workers_per_node or world.local_size, world.size)
     if config.state_kept_every is not None and workers > 1:
         yield "elastic node's workers", f"there are {workers} workers on a node"

@@ -37,6 +37,7 @@ def reconnect(training: Training, row_wise: Collection[str], *, renew: bool = Fa
     has_averages = training.config.ema is not None
     averages = training.checkpoints.ema_state_dict() if has_averages else {}
     shown, full = _shown_and_full(training)
+    residuals = training.checkpoints.state_dict()["residuals"]
     training.checkpoints.forget_start()
     training.life.disconnect(None)
     training.life.let_go()
@@ -57,6 +58,7 @@ def reconnect(training: Training, row_wise: Collection[str], *, renew: bool = Fa
         training.begin_planning()  # of these parameters
     if full:
         training.checkpoints.begin_rounded(shown, lambda: (shown, full))
+    training.checkpoints.replace_residuals(residuals)
     if has_averages:
         training.checkpoints.load_ema_state_dict(averages)
 
@@ -141,7 +143,7 @@ def _shown_and_full(training: Training) -> tuple[Values, Values]:
     """By parameter, what workers see and what servers have, where that is more."""
     shown: dict[str, torch.Tensor] = {}
     full: dict[str, torch.Tensor] = {}
-    if training.config.wire_dtype is None:
+    if training.config.wire_dtype is None and not training.config.codecs:
         return shown, full
     with torch._C.DisableTorchFunctionSubclass():
         for own, master in zip(training.parameters, training.checkpoints.masters(), strict=True):

@@ -12,7 +12,8 @@ from foreprop.core.slicing import Slice
 from foreprop.core.staleness import rule_of
 from foreprop.core.wire import Flag, Kind
 from foreprop.link.connection import EMPTY
-from foreprop.staleness.stalestore import StaleStore
+from foreprop.path.slicestore import SliceStore
+from foreprop.path.versions import Versions
 
 
 class Apart:
@@ -29,10 +30,10 @@ class Apart:
             turns=turns_of(knobs.lanes, index, workers),
             closing=rule_of(knobs.staleness),
         )
-        self.store = StaleStore(manifest, slices, index)
+        self.store = SliceStore(manifest, slices, index, versions=Versions(manifest))
 
     def payload_of(self, frame: SendFrame) -> memoryview:
         """Of a frame to a worker, which is about to be sent."""
         if frame.kind == Kind.REPLY and not frame.flags & Flag.UNCHANGED:
-            return self.store.send_to(frame.peer, frame.slice)
+            return self.store.read(frame.slice, (frame.peer,))[1]
         return EMPTY

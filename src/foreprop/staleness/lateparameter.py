@@ -13,23 +13,11 @@ from typing import Any
 import torch
 
 from foreprop.core.lateuse import LateUse
-from foreprop.errors import ConfigError
 from foreprop.hooks.modelhooks import OwnHook, before_forward
 from foreprop.path import looprules
-from foreprop.path.gpumemory import StagedMemory
 from foreprop.path.parameter import SynchronisedParameter
 from foreprop.path.servedgradient import ServedGradient
 from foreprop.path.waiting import make_wait, stop_waiting
-
-
-def memory_beside(parameter: torch.Tensor) -> StagedMemory:
-    """Raises `ConfigError` for a parameter that is not in host memory."""
-    if parameter.device.type != "cpu":
-        raise ConfigError(
-            f"staleness is 'late', which is for parameters in host memory; one is on"
-            f" {parameter.device}: give a number of steps instead"
-        )
-    return StagedMemory(parameter)
 
 
 class ForwardPass:
