@@ -262,6 +262,7 @@ class AveragedParameter:
             return None
         if torch._C._current_graph_task_id() != -1:  # the pass may add to it
             return None
+        self.settle()  # an earlier step's update, which is made with another gradient
         self._note_own(gradient)
         return gradient
 
