@@ -93,6 +93,22 @@ class _Gpt(nn.Module):
         return cast("torch.Tensor", self.head(hidden)).transpose(1, 2)
 
 
+class _Norms(nn.Module):
+    """100 layers that normalise so many of the features: 200 tensors of 64 to 1,000 elements."""
+
+    def __init__(self, *, layers: int = 100, least: int = 64, most: int = 1000) -> None:
+        super().__init__()
+        widths = [least + (most - least) * i // (layers - 1) for i in range(layers)]
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for width in widths)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(features), 1)
+        for norm in self.norms:
+            width = cast("nn.LayerNorm", norm).normalized_shape[0]
+            total = total + norm(features[:, :width] + total)[:, :1]
+        return features[:, :16] + total
+
+
 def _images() -> Training:
     batch = (torch.randn(64, 1, 28, 28), torch.randint(10, (64,)))
     return _ImageNetwork(), lambda m: torch.optim.Adadelta(m.parameters()), batch, None
@@ -111,10 +127,17 @@ def _layers() -> Training:
     return model, lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9), batch, None
 
 
+def _norms() -> Training:
+    """So many small tensors that what is done by tensor counts, and nothing else."""
+    batch = (torch.randn(16, 1000), torch.randint(16, (16,)))
+    return _Norms(), lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9), batch, None
+
+
 MODELS: dict[str, Callable[[], Training]] = {
     "mnist": _images,
     "gpt": _words,
     "layers": _layers,
+    "norms": _norms,
 }
 
 

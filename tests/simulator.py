@@ -524,7 +524,7 @@ class _Server:
             self.stories[update.slice] = (*INITIAL, average)
         elif update.ranks:
             self.stories[update.slice] += ((update.step, update.ranks),)
-        squares = (ONE if update.ranks else ZERO) if update.measure else None
+        squares = (ONE if update.ranks else ZERO,) if update.measure else ()
         self._measured.append((update.slice, update.step))
         if not update.measure or len(self._measured) == len(self.stories):
             for key in sorted(self._measured):

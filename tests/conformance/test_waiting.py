@@ -27,11 +27,14 @@ from tests.conformance.parity import (
 
 @pytest.fixture
 def pending() -> Iterator[tuple[nn.Module, nn.Parameter, torch.Tensor]]:
-    """A model right after a step, one of its waiting parameters, and the value that it gets."""
+    """A model right after a step, one of its waiting parameters, and the value that it gets.
+
+    Its parameters go alone: slices are too small to be shared.
+    """
     batches = make_batches(3)
     wanted = run_plain(with_sgd(), train_classifier, batches).model["0.weight"]
     model, optimizer = build_seeded(with_sgd())
-    with foreprop.parallelize(model, optimizer, world=worlds(1)[0]):
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0], slice_elems=3):
         train_classifier(model, optimizer, batches)
         yield model, model[0].weight, wanted
 
@@ -125,6 +128,16 @@ def test_the_models_repr_and_names_do_not_wait(pending: Any) -> None:
     repr(model)
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) > 0
     assert is_waiting(parameter)
+
+
+@servers_only
+def test_what_is_used_waits_with_its_pack() -> None:
+    model, optimizer = build_seeded(with_sgd())
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0]):
+        train_classifier(model, optimizer, make_batches(3))
+        assert all(map(is_waiting, model.parameters()))
+        model[0](torch.zeros(1, 5))
+        assert not any(map(is_waiting, model.parameters()))
 
 
 def test_only_what_is_used_waits(pending: Any) -> None:

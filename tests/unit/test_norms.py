@@ -20,7 +20,8 @@ def engine(progress: Progress) -> Any:
     """One server, which has the only slice."""
     return SimpleNamespace(
         manifest=SimpleNamespace(
-            knobs=SimpleNamespace(aggregation=Config().aggregation), is_served=lambda _: True
+            knobs=SimpleNamespace(aggregation=Config().aggregation, packs=()),
+            is_served=lambda _: True,
         ),
         progress=progress,
         config=Config(stall_report_s=0.2),

@@ -91,14 +91,14 @@ class Array:
         self, gradients: dict[int, torch.Tensor], *, measure: bool
     ) -> list[SquareSum | None]:
         """As `step`, where workers update; the squares of every slice."""
-        squares = []
+        squares: list[SquareSum | None] = []
         for piece in self.slices:
             for rank, gradient in gradients.items():
                 buffer = self.store.take_buffer(piece.number)
                 buffer.view[:] = bytes_of(gradient[piece.start_elems : piece.stop_elems])
                 self.store.put_gradient(piece.number, rank, buffer)
             ranks = sorted(gradients)
-            squares.append(self.store.aggregate_only(piece.number, ranks, measure=measure))
+            squares += self.store.aggregate_only(piece.number, ranks, measure=measure) or [None]
         return squares
 
     @property

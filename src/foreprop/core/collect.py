@@ -21,8 +21,8 @@ from foreprop.errors import RemoteProtocolError
 class SliceUpdated(NamedTuple):
     """The update under way is done."""
 
-    squares: SquareSum | None = None
-    """Of the aggregated gradient, if it was to be measured."""
+    squares: tuple[SquareSum, ...] = ()
+    """Of the aggregated gradient by parameter in the slice, if it was to be measured."""
 
 
 class SliceSummed(NamedTuple):
@@ -54,7 +54,10 @@ class SumSlice(NamedTuple):
 
 
 class SendSquares(NamedTuple):
-    """Tell every worker the sums of squares of all slices, in the order of their numbers."""
+    """Tell every worker the sums of squares of all slices, in the order of their numbers.
+
+    Of a pack there is one for each of its parameters (`core.packs`).
+    """
 
     step: int
     squares: tuple[SquareSum, ...]

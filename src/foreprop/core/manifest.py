@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 import msgspec
 
 from foreprop.core.frames import Peers, each_worker, nodes
+from foreprop.core.packs import Packs, packed_elems, places_in
 from foreprop.core.sendqueue import LaneRule, Order, Reply
 from foreprop.core.slicing import (
     Granularity,
@@ -123,6 +124,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     buddy_steps: int | None = None
     """Of `core.buddy`; None: a lost server is not outlived."""
     counted_replay: bool = False
+    packs: Packs = ()
+    """Small parameters, by number, that share a slice: see `core.packs`."""
 
 
 class RingKnobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -255,9 +258,20 @@ class AnyManifest(
             seed=self.knobs.placement_seed,
             shares=self.knobs.shares,
         )
-        sizes = [0 if info.rows else info.elems for info in self.parameters]
         itemsizes = [ITEMSIZE_BYTES[dtype] for dtype in self.wire_dtypes()]
-        return plan_slices(sizes, itemsizes, partition)
+        return plan_slices(self.sliced_elems(), itemsizes, partition)
+
+    def sliced_elems(self: Manifest) -> list[int]:
+        """By parameter, what is cut into slices under its number: of a pack all is the first's."""
+        own = [0 if info.rows else info.elems for info in self.parameters]
+        return packed_elems(own, self.knobs.packs)
+
+    def places_of(self: Manifest, piece: Slice) -> list[tuple[int, int]]:
+        """Where the elements of each parameter in a slice begin and end in it."""
+        pack = next((pack for pack in self.knobs.packs if pack[0] == piece.parameter), None)
+        if pack is None:
+            return [(0, piece.elems)]
+        return list(places_in([self.parameters[number].elems for number in pack]))
 
     def is_served(self, piece: Slice) -> bool:
         """Whether servers may update the slice."""

@@ -12,6 +12,7 @@ sum and update are two operations, with a ``barrier`` between them (`core.barrie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from foreprop.core.barrier import HeldSums, StepBarrier
@@ -87,7 +88,7 @@ class ServerMachine(Generic[Rule]):
         self._held = HeldSums(barrier, "slice")
         self._updates: SendQueue[UpdateSlice | SumSlice] = SendQueue(order)
         self._updating: UpdateSlice | SumSlice | None = None
-        self._measured: dict[int, tuple[UpdateSlice, SquareSum, int]] = {}
+        self._measured: dict[int, tuple[UpdateSlice, tuple[SquareSum, ...], int]] = {}
         """Averaged, by slice, until all of the round are; the flags of the answer last."""
         self._replies = Replies(self._peers, order=order, reply=reply, turns=turns)
         self._handlers: dict[type, Callable[[Any], Sequence[Any]]] = {
@@ -254,13 +255,15 @@ class ServerMachine(Generic[Rule]):
         state = self._states[update.slice]
         is_valued = state.valued == update.step and not update.gradient
         flags = 0 if update.ranks or is_valued else int(Flag.UNCHANGED)
-        if event.squares is not None:
+        if event.squares:
             told = self._note_squares(update, event.squares, flags)
         else:
             told = self.closing.updated(state, update, flags)
         return [*self._go_on(told), *self._next_update()]
 
-    def _note_squares(self, update: UpdateSlice, squares: SquareSum, flags: int) -> Sequence[Any]:
+    def _note_squares(
+        self, update: UpdateSlice, squares: tuple[SquareSum, ...], flags: int
+    ) -> Sequence[Any]:
         """With the last slice of a round all of them are told.
 
         Until then no average goes back: workers cannot use any before they know the norm, and on
@@ -271,7 +274,9 @@ class ServerMachine(Generic[Rule]):
             return []
         measured = [self._measured[slice_] for slice_ in sorted(self._slices)]
         self._measured.clear()
-        told: list[Any] = [SendSquares(update.step, tuple(each[1] for each in measured))]
+        told: list[Any] = [
+            SendSquares(update.step, tuple(chain.from_iterable(each[1] for each in measured)))
+        ]
         for held, _, flags_of in measured:
             told += self.closing.updated(self._states[held.slice], held, flags_of)
         return told

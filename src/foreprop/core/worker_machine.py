@@ -34,6 +34,7 @@ from foreprop.core.frames import (
     ValuesAwaited,
     ValuesOffered,
 )
+from foreprop.core.packs import Packs
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendLanes, Turns
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
@@ -60,7 +61,7 @@ class WorkerMachine:
     """Decides what a worker sends next and when a parameter is complete. Not thread-safe.
 
     A ``window`` needs the order "priority" and the reply "broadcast" (`core.pushwindow`).
-    ``turns``: of the servers.
+    ``turns``: of the servers. What ``packs`` have in common is as urgent as their most urgent.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class WorkerMachine:
         reply: Reply,
         window: PushWindow | None = None,
         turns: Turns = USUAL_TURNS,
+        packs: Packs = (),
     ) -> None:
         if window is not None and (order, reply) != ("priority", "broadcast"):
             raise InternalError(f"a push window with order={order!r}, reply={reply!r}")
@@ -80,7 +82,9 @@ class WorkerMachine:
         self._slices_of: list[list[Slice]] = [[] for _ in range(parameters)]
         for piece in slices:
             self._slices_of[piece.parameter].append(piece)
+        self._packs = packs
         self._priority = list(range(parameters))
+        self._urgency = list(self._priority)
         may_leave = partial(_may_leave, window) if window is not None else None
         self._lanes: SendLanes[SendFrame] = SendLanes(order, may_leave, turns=turns)
         self._reply = reply
@@ -161,7 +165,7 @@ class WorkerMachine:
                 f" {self._step[parameter]} is pending"
             )
         pieces = self._slices_of[parameter]
-        priority = self._priority[parameter]
+        priority = self._urgency[parameter]
         self._missing[parameter] = len(pieces)
         self._step[parameter] = step
         push = self._lanes.push
@@ -183,7 +187,7 @@ class WorkerMachine:
 
     def _on_values_offered(self, event: ValuesOffered) -> Sequence[WorkerInstruction]:
         for index, parameter, _, _, server in self._slices:
-            priority = self._priority[parameter]
+            priority = self._urgency[parameter]
             frame = SendFrame(server, Kind.VALUE, 0, index, priority, 0, NO_TOKEN)
             self._lanes.push(server, 0, priority, frame)
         return self._left(self._lanes.depart())
@@ -244,7 +248,7 @@ class WorkerMachine:
 
     def _pull_frame(self, slice_: int) -> SendFrame:
         piece = self._slices[slice_]
-        priority = self._priority[piece.parameter]
+        priority = self._urgency[piece.parameter]
         step = self._step[piece.parameter]
         return SendFrame(piece.server, Kind.PULL, step, slice_, priority, 0, NO_TOKEN)
 
@@ -258,7 +262,9 @@ class WorkerMachine:
         if sorted(event.order) != list(range(len(self._priority))):
             raise LocalProtocolError("priorities must name every parameter once")
         for priority, parameter in enumerate(event.order):
-            self._priority[parameter] = priority
+            self._priority[parameter] = self._urgency[parameter] = priority
+        for pack in self._packs:
+            self._urgency[pack[0]] = min(self._priority[number] for number in pack)
         return []
 
     def _on_closing(self, _: Closing) -> Sequence[WorkerInstruction]:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from foreprop.errors import TrainingLoopError
@@ -109,11 +108,18 @@ class AveragedParameter:
         if self._own:
             self._seen.wait()
 
+    @property
+    def part(self) -> RoundPart:
+        """Its part in rounds, which may be one of a pack's."""
+        return self._part
+
     # What the engine reads and writes.
     @property
     def values(self) -> memoryview:
         """The parameter's values at the start; from then on room for the averaged gradient."""
-        return self._part.room if self._in_rounds else self.memory.values
+        if self._in_rounds or self._part.pack is not None:
+            return self._part.room
+        return self.memory.values
 
     def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
         return self._part.take_gradient(start_bytes, stop_bytes)
@@ -145,25 +151,28 @@ class AveragedParameter:
             gradient = parameter.grad
             if gradient is None:
                 return
-            session = self._session
+            session, together, seen = self._session, self._together, self._seen
+            rounds = together.rounds
             if self.connected:
                 if gradient.layout != torch.strided or session.reduces_by_kind:
                     session.check_layout(self.index, gradient.layout)
                 session.gradient_ready(self)
-            if self.left:
-                self._check_not_scaled(gradient)
-                self._together.close_round()
-            if gradient is not self._seen.tensor():
-                self._is_seen_elsewhere = is_part_of_more(gradient)
-            if gradient is not self._seen.tensor() or gradient._version != self._seen.version + 1:
-                self.discards = self.passes  # a new gradient, or a zeroed one
+                part = self._part
+                if part.serial == rounds.serial or (part.pack is not None and part.pack.is_full):
+                    self._check_not_scaled(gradient)
+                    together.close_round()
+            if gradient is not seen.tensor():
+                self._is_seen_elsewhere = gradient._version > 0 and is_part_of_more(gradient)
+                self.discards = self.passes
+            elif gradient._version != seen.version + 1:
+                self.discards = self.passes  # it has been zeroed
             self.passes += 1
-            self._together.rounds.note_pass(self.passes)
             self._note_own(gradient)
-            if session.eager and self.wanted and self._together.rounds.is_last_pass:
+            rounds.note_pass(self.passes)
+            if rounds.is_last_pass and self.wanted and session.eager:
                 self._begin_round(gradient)
             if self._is_seen_elsewhere:
-                self._together.show_after_pass(self)
+                together.show_after_pass(self)
 
     def _check_not_scaled(self, gradient: torch.Tensor) -> None:
         """A factor that waits for the average would be lost when a pass adds to the gradient."""
@@ -177,8 +186,9 @@ class AveragedParameter:
     def _note_own(self, gradient: torch.Tensor) -> None:
         """What is in ``p.grad`` is this rank's own: who reads it waits for the average."""
         self._own = True
-        self._together.gradient_added()
-        self._fresh |= self._seen.see(gradient)
+        self._together.nothing_left = None
+        if self._seen.see(gradient):
+            self._fresh = True
         self._seen.wait()
 
     def gradient_discarded(self, *, dropped: bool) -> None:
@@ -214,8 +224,8 @@ class AveragedParameter:
             from foreprop.path.sums import count_rows
 
             self.touched_rows = count_rows(gradient)
-        self._session.begin_pushing()
-        self._part.end()  # of an earlier gradient, which has changed since
+        if self._part.under_way:
+            self._part.end()  # of an earlier gradient, which has changed since
         dropped = self._own and self.parameter.grad is None  # by hand: the step leaves it out
         self._own = False
         self._in_rounds = True
@@ -236,8 +246,25 @@ class AveragedParameter:
 
     def average(self) -> None:
         """Have ``p.grad`` averaged, if it is this rank's own."""
-        if (gradient := self.gradient) is not None:
+        gradient = self.gradient
+        if gradient is None and self.wanted and not self.left:
+            gradient = self._made_otherwise()
+        if gradient is not None:
             self._begin_round(gradient)
+
+    def _made_otherwise(self) -> torch.Tensor | None:
+        """One that no pass of this step has made: zeros, say.
+
+        Another rank's pass may have made one. What follows is to be done with the average on both.
+        """
+        gradient = self.parameter.grad
+        if gradient is None or gradient is self._seen.tensor():
+            return None
+        if torch._C._current_graph_task_id() != -1:  # the pass may add to it
+            return None
+        self.settle()  # an earlier step's update, which is made with another gradient
+        self._note_own(gradient)
+        return gradient
 
     def averaged(self) -> None:
         """Make ``p.grad`` the average over the ranks. For whoever reads or edits it."""
@@ -329,8 +356,10 @@ class AveragedParameter:
     # The end of a step.
     def finish_step(self, step: int) -> None:
         """`optimizer.step()` begins: have averaged what has not been."""
-        self.attach_hook()
-        self.settle()  # an earlier step's update, if nothing has used the parameter since
+        if self._hook is None:
+            self.attach_hook()
+        if is_waiting(self.parameter):
+            self.settle()  # an earlier step's update, if nothing has used the parameter since
         if self.left or not (self.wanted or self._part.is_counted):
             return
         # who counts on this one may as well have it, if it is there
@@ -356,11 +385,11 @@ class AveragedParameter:
     def defer(self, update: DeferredStep) -> bool:
         """Make the step's update at the first use, if its gradient is still on its way.
 
-        False: ``p.grad``, if there is any, is what the update is to be made with now.
+        False: ``p.grad``, if there is any, is what the update is to be made with now. Else the
+        caller raises the parameter's version: whoever saved the old value must not use it.
         """
         if not (self._under_way and self._is_as_it_left):
             return False
-        increment_version(self.parameter)  # whoever saved the old value must not use it
         self._update = update
         make_wait(self.parameter, self)
         if (readers := self._session.stale_readers) is not None:
@@ -426,25 +455,27 @@ class AveragedParameter:
         update = self._update
         if update is None:  # another thread has been here
             return
-        together: list[AveragedParameter] = []
+        ended = [self]
         if (readers := self._session.stale_readers) is not None:
             readers.settled(self.parameter)
-        if self._part.end():
-            together.append(self)
+        together = [self] if self._part.end() else []
         if readers is None:
             arrived = self._together.arrived_after(self)
             together += [each for each in arrived if each._part.end()]
             for each in arrived:
-                each._update = (
-                    None  # it goes on waiting for its first use, which somebody may watch
-                )
+                each._update = None
+            if not self._together.watches_uses:  # else these, too, are waited for one by one
+                ended += [each for each in arrived if each._part.pack is not None]
         shown = [each._put_average() for each in together]
-        update.apply([each.parameter for each in together])
+        for pack in dict.fromkeys(each._part.pack for each in together):
+            own = [each.parameter for each in together if each._part.pack is pack]
+            update.apply(own, small=pack is not None)
         for each, gradient in zip(together, shown, strict=True):
             each.parameter.grad = gradient
         self._update = None
-        if not self._first_use.watched:
-            stop_waiting(self.parameter)
+        for each in ended:
+            if not each._first_use.watched:
+                stop_waiting(each.parameter)
 
     def arrived_with(self, other: AveragedParameter) -> bool:
         """Whether the step that the other one waits for is to be made for it, with its average."""
@@ -471,12 +502,18 @@ class AveragedParameter:
 
     # The start and the end.
     def before_offering(self) -> None:
-        self.memory.before_sending_values()
+        if self._part.pack is not None:
+            self._part.pack.before_offering(self._part)
+        else:
+            self.memory.before_sending_values()
 
     def receive_initial_value(self) -> None:
-        engine, number = self._session.engine_of(self.index)
-        engine.wait(number, 0)
-        self.memory.land()
+        if self._part.pack is not None:
+            self._part.pack.receive_value(self._part)
+        else:
+            engine, number = self._session.engine_of(self.index)
+            engine.wait(number, 0)
+            self.memory.land()
         self.start = ValueMark(self.parameter)
 
     def give_away(self) -> None:

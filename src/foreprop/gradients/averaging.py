@@ -21,12 +21,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from foreprop.core.wire import MOST_ROUNDS, ROUND_SHIFT
 
 if TYPE_CHECKING:
     from foreprop.gradients.averaged import AveragedParameter
     from foreprop.gradients.localstep import LocalStepper
+    from foreprop.gradients.pack import Pack
 
 
 class Rounds:
@@ -43,6 +45,7 @@ class Rounds:
         """Of this round, as servers or collectives count."""
         self._counts_rounds = counts_rounds
         self._again = 0  # rounds of this step before it
+        self._more = 0  # times that a pack has left in this step beyond its rounds
         self._fixed = fixed_passes
         # passes per step, with those whose gradients are discarded
         self._expected = fixed_passes or 1
@@ -61,7 +64,8 @@ class Rounds:
 
     def note_pass(self, passes: int) -> None:
         """A parameter has had so many passes since the last step."""
-        self._passes = max(self._passes, passes)
+        if passes > self._passes:
+            self._passes = passes
 
     @property
     def is_last_pass(self) -> bool:
@@ -73,9 +77,18 @@ class Rounds:
         self.serial += 1
         self._again += 1
         self.step += self._counts_rounds
-        if self._again == MOST_ROUNDS:  # nobody makes steps: gradients are only read
-            self._again = 0
+        if not self.may_follow(self._more):  # nobody makes steps: gradients are only read
+            self._again = self._more = 0
             self.step += not self._counts_rounds
+
+    def may_follow(self, more: int) -> bool:
+        """Whether a pack may leave in this step for the so-manieth time beyond its rounds."""
+        return self._again + more < MOST_ROUNDS
+
+    def flags_after(self, more: int) -> int:
+        """As `flags`, of a pack that has left so often beyond its rounds."""
+        self._more = max(self._more, more)
+        return (self._again + more) << ROUND_SHIFT
 
     def end_step(self, discards: int, *, learning: bool) -> None:
         """The step is made. ``discards``: of the passes of the parameter that had most.
@@ -85,7 +98,7 @@ class Rounds:
         """
         self.serial += 1
         self.step += 1
-        self._again = 0
+        self._again = self._more = 0
         passes, self._passes = self._passes, 0
         if not passes:
             return
@@ -117,13 +130,16 @@ class Averaging:
         self.asks_norm = False
         """Whether this rank's loop has taken the norm of gradients in this step."""
         self.parameters: list[AveragedParameter] = []
+        self.packs: list[Pack] = []
+        self.watches_uses = False
+        """Whether somebody looks at which parameters the next step uses first."""
         self._parts: list[AveragedParameter] = []
         self._pass_with_parts = -1
         self.unscaled_by: torch.Tensor | None = None
         """By what a scaler has multiplied the gradients to take the loss's factor out."""
         self.known: dict[int, AveragedParameter] = {}
         """By the parameter's id: those that a backend had before, or that are new in the loop."""
-        self._averaged: tuple[int, bool, bool] | None = None
+        self.nothing_left: tuple[int, bool, bool] | None = None
         """The round of which nothing is left to be averaged, and how it was."""
         self._optimizer = optimizer
         self._fixed_passes = fixed_passes
@@ -132,9 +148,10 @@ class Averaging:
         """Another backend makes the averages. No round is under way."""
         before, self.rounds = self.rounds, Rounds(self._fixed_passes, counts_rounds=collectives)
         self.rounds.go_on(before)
-        self.measures, self._measured_before, self._averaged = False, 0, None
+        self.measures, self._measured_before, self.nothing_left = False, 0, None
         self.known |= {id(each.parameter): each for each in self.parameters}
         self.parameters.clear()
+        self.packs.clear()
 
     @property
     def _wanted(self) -> Iterator[AveragedParameter]:
@@ -172,7 +189,13 @@ class Averaging:
         """Some gradients have changed since they left: average all of them once more."""
         for parameter in self.parameters:
             parameter.leave_out()
+        self.leave()
         self.rounds.begin_again()
+
+    def leave(self) -> None:
+        """Nothing more comes now: packs wait for no more gradients."""
+        for pack in self.packs:
+            pack.leave()
 
     def end_round(self) -> None:
         """Have nothing under way; what has not been shown is this rank's own again."""
@@ -182,23 +205,20 @@ class Averaging:
             for parameter in self.parameters:
                 parameter.end_round()
 
-    def gradient_added(self) -> None:
-        """There is one that has not been averaged."""
-        self._averaged = None
-
     def average_all(self, *, every: bool) -> None:
         """Somebody reads a gradient: have all averaged that are there.
 
         ``every``: tell also of parameters without one, for whom the others wait.
         """
         asked = (self.rounds.serial, every, self.measures)
-        if asked == self._averaged:  # whoever clips asks once for each gradient
+        if asked == self.nothing_left:  # whoever clips asks once for each gradient
             return
         for parameter in self.parameters:
             parameter.average()
             if (every or self.measures) and not parameter.left:
                 parameter.leave_out()
-        self._averaged = asked
+        self.leave()
+        self.nothing_left = asked
 
     def show_after_pass(self, parameter: AveragedParameter) -> None:
         """Have its average in ``p.grad`` when this backward pass ends, as DDP has every one.
@@ -220,13 +240,18 @@ class Averaging:
     def defer_step(self) -> None:
         """Make the optimizer's step for each parameter when its average is here."""
         step = self._stepper.begin()
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with self.settling, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            deferred = []
             for parameter in self.parameters:
-                if parameter.parameter not in step or parameter.defer(step):
+                if parameter.parameter not in step:
                     continue
-                if parameter.parameter.grad is not None:
+                if parameter.defer(step):
+                    deferred.append(parameter.parameter)
+                elif parameter.parameter.grad is not None:
                     parameter.averaged()  # if the optimizer has come to have it
                     step.apply([parameter.parameter])
+            if deferred:
+                increment_version(deferred)
 
     def arrived_after(self, first: AveragedParameter) -> list[AveragedParameter]:
         """Those next to it, in the model's order, that wait for the same step with their averages.

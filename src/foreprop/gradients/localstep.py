@@ -37,6 +37,10 @@ _PARAMETER_BY_PARAMETER = frozenset(
     }
 )
 """Of torch.optim: what they keep, they keep for each parameter."""
+_ALIKE_AT_ONCE = frozenset({"Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD"})
+"""Of these, the step for many tensors at once (``foreach``) has the bits of that for each alone."""
+_ALIKE_TYPES = frozenset({torch.float32, torch.float64})
+"""With them; torch takes the other one on CPUs unless it is asked."""
 _SCALER_MARKS = frozenset({"grad_scale", "found_inf"})
 """A scaler's word to an optimizer that unscales by itself, for one step."""
 
@@ -65,6 +69,7 @@ class LocalStepper:
         self._optimizer = optimizer
         self._settle = settle
         cls = type(optimizer)
+        self._is_alike_at_once = cls.__name__ in _ALIKE_AT_ONCE
         self._twin: torch.optim.Optimizer = cls.__new__(cls)
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
         bare: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(cls.step)
@@ -77,6 +82,16 @@ class LocalStepper:
         return treats_each_alone(self._optimizer) and not (
             _SCALER_MARKS & vars(self._optimizer).keys()
         )
+
+    def at_once(
+        self, group: dict[str, Any], parameters: Sequence[torch.nn.Parameter]
+    ) -> dict[str, Any]:
+        """The group's settings by which the step is made for all of these small ones at once."""
+        chosen = group.get("foreach") is not None or group.get("fused")
+        special = group.get("differentiable") or group.get("capturable")
+        if chosen or special or len(parameters) < 2 or not self._is_alike_at_once:
+            return group
+        return {**group, "foreach": parameters[0].dtype in _ALIKE_TYPES or None}
 
     def begin(self) -> DeferredStep:
         """`optimizer.step()` is called: with the settings and the state that it has now."""
@@ -120,13 +135,18 @@ class DeferredStep:
     def __contains__(self, parameter: torch.nn.Parameter) -> bool:
         return id(parameter) in self._group_of
 
-    def apply(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Make the step for these, whose ``grad`` is the averaged gradient."""
+    def apply(self, parameters: Sequence[torch.nn.Parameter], *, small: bool = False) -> None:
+        """Make the step for these, whose ``grad`` is the averaged gradient.
+
+        ``small``: on the host, and of one type, so that what counts are calls.
+        """
         by_group: dict[int, list[torch.nn.Parameter]] = {}
         for parameter in parameters:
             by_group.setdefault(self._group_of[id(parameter)], []).append(parameter)
         if by_group:
             groups = [{**self._groups[n], "params": own} for n, own in sorted(by_group.items())]
+            if small:
+                groups = [self._stepper.at_once(group, group["params"]) for group in groups]
             self._stepper.make(groups, self._attributes)
 
 

@@ -22,6 +22,7 @@ from foreprop.path.parameter import check_same_kind
 if TYPE_CHECKING:
     from foreprop.gradients.averaged import AveragedParameter
     from foreprop.gradients.averaging import Averaging
+    from foreprop.gradients.pack import Pack
     from foreprop.path.asyncdevice import Accelerator
     from foreprop.path.managedparameter import SessionState
 
@@ -46,6 +47,10 @@ class RoundPart:
         """This rank had a gradient in it, or has dropped it since: no other's is to be used."""
         self.kept = False
         """Or it kept an earlier average, as all ranks must."""
+        self.pack: Pack | None = None
+        """That it leaves in together with others."""
+        self.place = 0
+        """In the pack."""
         self._answered = False  # something has landed: a rank had a gradient
         self._owner = owner
         self._session = session
@@ -58,7 +63,9 @@ class RoundPart:
     # What the engine reads and writes. Any thread.
     @property
     def room(self) -> memoryview:
-        """For the average."""
+        """For the average, or all of the pack that it leads."""
+        if self.pack is not None:
+            return self.pack.room
         self._answered = True
         return bytes_of(self.landing.room)
 
@@ -68,6 +75,8 @@ class RoundPart:
         self.landing.room.view(-1).copy_(gradient)
 
     def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
+        if self.pack is not None:
+            return self.pack.take(start_bytes, stop_bytes)
         return self._held.take(start_bytes, stop_bytes)
 
     def sent_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview | None:
@@ -94,17 +103,25 @@ class RoundPart:
             or owner.index in self._session.just_frozen
         )
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the pack is to wait for it: it comes at the end of the step at the latest."""
+        return self.is_counted or (self._owner.wanted and self.is_expected)
+
     def begin(self, gradient: torch.Tensor | None, *, dropped: bool) -> None:
         """Have the gradient averaged; None: this rank has none. The last round must be over."""
         self.serial = self._rounds.serial
         self.under_way, self._answered = True, False
         self.gave, self.kept = gradient is not None or dropped, False
         self.scalings.clear()
+        if self.pack is not None:
+            self.pack.add(self, gradient)
+            return
+        self._session.begin_pushing()
         if gradient is None:
             self._owner.memory.pass_by(self._pushing(Flag.GRADIENT | Flag.NO_GRADIENT))
             return
-        check_same_kind(self._owner.index, gradient, self._session, ", and its gradient is")
-        dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
+        dense = self.as_dense(gradient)
         push = self._pushing(Flag.GRADIENT)
 
         def send(its_bytes: Any) -> None:
@@ -114,6 +131,10 @@ class RoundPart:
 
         self._owner.memory.stage_gradient(dense.detach(), send)
 
+    def as_dense(self, gradient: torch.Tensor) -> torch.Tensor:
+        check_same_kind(self._owner.index, gradient, self._session, ", and its gradient is")
+        return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
     def _pushing(self, flags: int) -> Callable[[], None]:
         """Pushes what belongs to this round, though it may be called when the next has begun."""
         flags |= self._rounds.flags | (Flag.MEASURE if self._together.measures else 0)
@@ -122,22 +143,31 @@ class RoundPart:
     @property
     def has_arrived(self) -> bool:
         """Whether nothing has to be waited for."""
+        if self.pack is not None:
+            return self.under_way and self.pack.has_arrived(self)
         return self.under_way and self._engine.is_complete(self._number)
 
     def end(self) -> bool:
         """Wait for the average; whether one has landed that is still wanted."""
         if not self.under_way:
             return False
-        self._owner.memory.await_staged()
-        self._engine.wait(self._number, self._rounds.step)
+        if self.pack is not None:
+            self._answered = self.pack.receive(self)
+        else:
+            self._owner.memory.await_staged()
+            self._engine.wait(self._number, self._rounds.step)
         self.under_way, self._sent = False, None
         if self._answered and self.kept:
-            raise TrainingLoopError(
-                f"the gradient of {self._owner.name} was read or edited on this rank between two"
-                " backward passes of a step, but not on another: do it on every rank alike, or"
-                " after the last pass"
-            )
+            raise self.split_error()
         return self._answered
+
+    def split_error(self) -> TrainingLoopError:
+        """What to raise where ranks' gradients came in different rounds."""
+        return TrainingLoopError(
+            f"the gradient of {self._owner.name} was read or edited on this rank between two"
+            " backward passes of a step, but not on another: do it on every rank alike, or"
+            " after the last pass"
+        )
 
 
 class Landing:
@@ -148,6 +178,7 @@ class Landing:
         self._parameter = parameter
         self._device = device
         self._room: torch.Tensor | None = None
+        self._is_lent = False  # the room: a part of what a whole pack lands in
         self._making_room = threading.Lock()
 
     @property
@@ -161,6 +192,10 @@ class Landing:
                     self._room = make(parameter.shape, dtype=parameter.dtype)
         return self._room
 
+    def lend(self, room: torch.Tensor) -> None:
+        """It lands here, together with others."""
+        self._room, self._is_lent = room, True
+
     def _copy_to(self, target: torch.Tensor) -> torch.Tensor:
         late = self._device is not None and self._device.is_pinned(self.room)
         return target.copy_(self.room, non_blocking=late)
@@ -168,7 +203,7 @@ class Landing:
     def as_autograd_would(self) -> torch.Tensor:
         """What has landed, in the parameter's layout and place: kernels round by layout."""
         parameter = self._parameter
-        if parameter.device.type == "cpu" and parameter.is_contiguous():
+        if parameter.is_contiguous() and (self._is_lent or parameter.device.type == "cpu"):
             return self.room
         return self._copy_to(torch.empty_like(parameter))
 
@@ -177,7 +212,7 @@ class Landing:
         landed = self.room
         if gradient.layout != torch.strided:
             gradient.data = landed.to_sparse(gradient.sparse_dim()).to(gradient.device)
-        elif fresh and _may_swap(gradient):
+        elif fresh and not self._is_lent and _may_swap(gradient):
             self._room = gradient.detach()
             gradient.data = landed
         else:
@@ -204,10 +239,13 @@ class Scalings:
 
     def clear(self) -> None:
         """Another average will come, or none is wanted."""
-        self.all, self._applied = [], 0
+        if self.all:
+            self.all, self._applied = [], 0
 
     def apply_to(self, gradient: torch.Tensor) -> None:
         """Apply those that have not been applied."""
+        if len(self.all) == self._applied:
+            return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for method, factor in self.all[self._applied :]:
                 method(gradient, factor)

@@ -17,6 +17,7 @@ from foreprop.core.norm import (
     decode_square_sum,
     decode_square_sums,
 )
+from foreprop.core.packs import Packs
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
@@ -71,21 +72,23 @@ class MeasuredGradients:
     Noted by the receiving threads, one for each server; asked by the training thread.
     """
 
-    def __init__(self, slices: Sequence[Slice], *, parameters: int) -> None:
-        self._slices: dict[int, list[Slice]] = {}
+    def __init__(self, slices: Sequence[Slice], packs: Packs, *, parameters: int) -> None:
+        self._measured: dict[int, list[int]] = {}  # by server: which parameters it tells of
+        pack_of = {pack[0]: pack for pack in packs}
         for piece in slices:
-            self._slices.setdefault(piece.server, []).append(piece)
+            numbers = pack_of.get(piece.parameter, (piece.parameter,))
+            self._measured.setdefault(piece.server, []).extend(numbers)
         self._parameters = parameters
-        self._told: dict[int, list[list[SquareSum]]] = {server: [] for server in self._slices}
-        self._first_round = dict.fromkeys(self._slices, 1)  # of those that are kept
+        self._told: dict[int, list[list[SquareSum]]] = {server: [] for server in self._measured}
+        self._first_round = dict.fromkeys(self._measured, 1)  # of those that are kept
         self._known: tuple[int, list[SquareSum]] = (0, [])
 
     def arrived(self, server: int, payload: bytes | memoryview) -> None:
         """Raises `RemoteProtocolError` for anything that cannot be a round's."""
-        pieces = self._slices.get(server)
-        if pieces is None:
+        numbers = self._measured.get(server)
+        if numbers is None:
             raise RemoteProtocolError(f"server {server} has no slices to measure")
-        self._told[server].append(decode_square_sums(payload, count=len(pieces)))
+        self._told[server].append(decode_square_sums(payload, count=len(numbers)))
 
     def has(self, round_: int) -> bool:
         return all(
@@ -96,12 +99,12 @@ class MeasuredGradients:
         """By parameter; earlier rounds are forgotten."""
         if self._known[0] != round_:
             sums = [ZERO] * self._parameters
-            for server, pieces in self._slices.items():
+            for server, numbers in self._measured.items():
                 told = self._told[server]
                 del told[: round_ - self._first_round[server]]
                 self._first_round[server] = round_
-                for piece, part in zip(pieces, told[0], strict=True):
-                    sums[piece.parameter] = sums[piece.parameter].plus(part)
+                for number, part in zip(numbers, told[0], strict=True):
+                    sums[number] = sums[number].plus(part)
             self._known = (round_, sums)
         return self._known[1]
 
@@ -119,12 +122,15 @@ class WorkerNorm:
         self._owners = {piece.server for piece in engine.slices if engine.manifest.is_served(piece)}
         self._owners |= {shard.server for shard in engine.shards}
         self._combiner = NormCombiner(self._owners)
-        self._squares = MeasuredGradients(engine.slices, parameters=len(engine.parameters))
+        self._squares = MeasuredGradients(
+            engine.slices, engine.manifest.knobs.packs, parameters=len(engine.parameters)
+        )
         self._use_outside: Callable[[int, float], None] | None = None
         self.of = self._norms.of
 
     def room(self, peer: Connection, header: Header) -> memoryview:
-        parts_bytes = max(1, len(self._engine.slices)) * ENCODED_BYTES
+        most = len(self._engine.slices) + len(self._engine.parameters)  # in packs there are more
+        parts_bytes = max(1, most) * ENCODED_BYTES
         return bounded(header, parts_bytes if header.kind == Kind.NORM_PART else NORM_BYTES)
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -21,9 +21,9 @@ class SameBatch:
         self.watching = True
         """Whether `look` is still to be told."""
         self._where, self._whose = where, whose
-        self._same: dict[int, int] = {}
+        self._same: dict[Hashable, int] = {}
 
-    def look(self, number: int, gradients: Sequence[torch.Tensor], *, many: int) -> None:
+    def look(self, which: Hashable, gradients: Sequence[torch.Tensor], *, many: int) -> None:
         """An array's, by rank or node, of which there are so ``many``; once a step. Warns once."""
         first, *others = gradients
         if not others or not _tells(first):
@@ -31,7 +31,7 @@ class SameBatch:
         if not all(torch.equal(first, other) for other in others):
             self.watching = False
             return
-        self._same[number] = times = self._same.get(number, 0) + 1
+        self._same[which] = times = self._same.get(which, 0) + 1
         if times == _TIMES and self.watching:
             self.watching = False
             LOGGER.warning(

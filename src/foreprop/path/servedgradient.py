@@ -34,7 +34,8 @@ class SeenGradient:
         """Now it is this one; whether it is another than before."""
         new = self.tensor() is not gradient
         if new:
-            self.forget()
+            if self._id:
+                self.forget()
             self.tensor, self._id = weakref.ref(gradient), id(gradient)
         self.version = gradient._version
         return new
@@ -54,7 +55,7 @@ class SeenGradient:
     def forget(self) -> None:
         """It is not ``p.grad`` any more, and may be gone."""
         forget(self._id, self._reader)
-        self.tensor = _none
+        self.tensor, self._id = _none, 0
 
 
 def _none() -> None:

@@ -15,6 +15,7 @@ import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -140,6 +141,7 @@ class SliceStore:
         self._writing = contextlib.nullcontext() if versions is None else threading.Lock()
         """Held while values or optimizer state change."""
         self._world_size = manifest.most_workers
+        self._places_of = cache(manifest.places_of)
         self._aggregation = manifest.knobs.aggregation
         limit = self._aggregation.clip_grad_value
         self._clips = self._aggregation.needs_norm or limit is not None
@@ -153,10 +155,11 @@ class SliceStore:
         self._is_mean = [way == "mean" for way in manifest.reductions()]
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
+        sliced_elems = manifest.sliced_elems()
         self._slices = {
             piece.number: SliceTensors(
                 piece,
-                manifest.parameters[piece.parameter].elems,
+                sliced_elems[piece.parameter],
                 dtypes[piece.parameter],
                 wire_dtypes[piece.parameter],
                 optimizer,
@@ -299,23 +302,23 @@ class SliceStore:
 
     def aggregate_only(
         self, slice_: int, ranks: Sequence[int], *, measure: bool
-    ) -> SquareSum | None:
+    ) -> tuple[SquareSum, ...]:
         """Aggregate the gradients of ``ranks``, which is what the replies carry: workers update.
 
-        Returns the sum of its squares, if that is asked for.
+        Returns the sums of its squares by parameter in the slice, if that is asked for.
 
         As `update` otherwise. Its last replies have left: each worker has pushed again since.
         """
         tensors = self._slices[slice_]
-        squares = ZERO if measure else None
-        if ranks:
-            kept = self._keep(tensors, self._total(tensors, ranks), ranks)
-            tensors.view = kept.view
-            if measure:
-                squares = square_sum(tensors.extent.part(kept.tensor))
-        else:
+        if not ranks:
             self._drop_gradients(tensors, list(tensors.gradients))
-        return squares
+            return tuple(ZERO for _ in self._places_of(tensors.piece)) if measure else ()
+        kept = self._keep(tensors, self._total(tensors, ranks), ranks)
+        tensors.view = kept.view
+        if not measure:
+            return ()
+        own = tensors.extent.part(kept.tensor)
+        return tuple(square_sum(own[a:b]) for a, b in self._places_of(tensors.piece))
 
     def _apply(
         self,
@@ -379,9 +382,12 @@ class SliceStore:
         """In the first steps."""
         part = tensors.extent.part
         gradients = [part(tensors.gradients[rank].tensor) for rank in ranks]
-        same_batch.look(tensors.piece.number, gradients, many=len(ranks))
-        if not same_batch.watching:
-            self._same_batch = None
+        for place, (start, stop) in enumerate(self._places_of(tensors.piece)):
+            own = [gradient[start:stop] for gradient in gradients]
+            same_batch.look((tensors.piece.number, place), own, many=len(ranks))
+            if not same_batch.watching:
+                self._same_batch = None
+                break
 
     def _total(
         self,

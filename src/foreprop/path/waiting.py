@@ -127,7 +127,7 @@ def waits_for(tensor: Any) -> Pending | None:
 
 
 def is_waiting(tensor: torch.Tensor) -> bool:
-    return id(tensor) in _pending and isinstance(tensor, _Waiting)
+    return isinstance(tensor, _Waiting) and id(tensor) in _pending
 
 
 def waiting_parameters() -> list[torch.Tensor]:

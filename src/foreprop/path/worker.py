@@ -98,6 +98,7 @@ class WorkerEngine:
             reply=manifest.knobs.reply,
             window=push_window(manifest, self.slices, config, servers=len(streams)),
             turns=turns_of(manifest.knobs.lanes, rank, manifest.knobs.servers),
+            packs=manifest.knobs.packs,
         )
         self.priority_of, self.is_complete = self._machine.priority_of, self._machine.is_complete
         self._welcomes = self.steps = 0

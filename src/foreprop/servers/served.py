@@ -130,7 +130,11 @@ class ServedBackend:
         """Without the session's id."""
         knobs = self._setup.config.knobs(self.connections.servers)
         return self._setup.manifest(
-            msgspec.structs.replace(knobs, aggregation=self._setup.aggregation),
+            msgspec.structs.replace(
+                knobs,
+                aggregation=self._setup.aggregation,
+                packs=self._setup.packs(knobs.slice_elems),
+            ),
             groups=self._hyperparameters(),
             workers_per_push=self.connections.workers_per_push,
         )

@@ -22,6 +22,7 @@ from foreprop.core.manifest import (
     OptimizerInfo,
     ParameterInfo,
 )
+from foreprop.core.packs import Packs, plan_packs
 from foreprop.core.wire import MAX_PAYLOAD_BYTES
 from foreprop.errors import ConfigError
 from foreprop.hooks.modelhooks import packed_bytes
@@ -94,6 +95,31 @@ class Setup:
             ),
             workers_per_push=workers_per_push,
         )
+
+    def packs(self, slice_elems: int) -> Packs:
+        """Which parameters share a slice: where workers update, and servers do nothing but average.
+
+        They are alike on the host, and the optimizer has them.
+        """
+        config = self.config
+        if (
+            not self.by_workers
+            or config.granularity != "slice"
+            or config.codecs
+            or config.wire_dtype is not None
+            or config.check_finite
+            or config.counts_some
+            or config.staleness
+        ):
+            return ()
+        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+
+        def kind_of(parameter: torch.Tensor, info: ParameterInfo) -> tuple[str, bool] | None:
+            alone = info.rows or info.sparse or parameter.device.type != "cpu"
+            return None if alone or id(parameter) not in own else (info.dtype, info.requires_grad)
+
+        kinds = map(kind_of, self.parameters, self.infos)
+        return plan_packs([info.elems for info in self.infos], list(kinds), slice_elems)
 
     @property
     def scale(self) -> float | None:

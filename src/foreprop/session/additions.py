@@ -27,6 +27,7 @@ from foreprop.session.adopting import watch_module
 from foreprop.session.backends import averaging_of
 
 if TYPE_CHECKING:
+    from foreprop.gradients.averaging import Averaging
     from foreprop.session.training import Training
 
 _SHOWN = 3
@@ -138,10 +139,8 @@ class Additions:
             self._forget(identity)
 
     # Who has come.
-    @property
-    def holds(self) -> bool:
+    def hold(self, averaging: Averaging | None) -> bool:
         """Whether this round's gradients stay until all ranks have connected anew."""
-        averaging = self._alive().averaging
         round_ = 0 if averaging is None else averaging.rounds.serial
         if self._looked_at != round_:
             self._looked_at, self._is_due = round_, bool(self._new_names())

@@ -12,6 +12,7 @@ import itertools
 import operator
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -251,7 +252,10 @@ def _put_zero_grad(
 ) -> None:
     def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         alive().discard_gradients(set_to_none)
-        own(set_to_none=set_to_none)
+        # nobody looks at what is let go of; zeros are written to gradients that may have to wait
+        context = torch._C.DisableTorchFunctionSubclass if set_to_none else nullcontext
+        with context():
+            own(set_to_none=set_to_none)
 
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 

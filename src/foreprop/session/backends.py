@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from foreprop.core.freezing import Turned
     from foreprop.core.lateness import Straggler
     from foreprop.core.norm import SquareSum
+    from foreprop.gradients.averaged import AveragedParameter
     from foreprop.gradients.averaging import Averaging
     from foreprop.observe.trace import TraceRecorder
     from foreprop.path.managedparameter import Engine, ManagedParameter
@@ -277,6 +278,7 @@ def connect(training: Training, row_wise: Collection[str]) -> None:
             training.parameters.append(_make_parameter(training, index, name, parameter))
         if training.averaging is not None:
             training.averaging.forget_others()
+            make_packs(training, training.averaging)
         by_rows = [p for p in training.parameters if training.infos[p.index].rows]
         training.tables = cast("list[RowParameter | RemoteTable]", by_rows)
         if any(info.init is not None for info in training.infos):
@@ -330,6 +332,18 @@ def _make_parameter(
     averaged.place = len(averaging.parameters)
     averaging.parameters.append(averaged)
     return averaged
+
+
+def make_packs(training: Training, averaging: Averaging) -> None:
+    """Of parameters whose gradients the servers have in one slice."""
+    if not is_served(training.config):
+        return
+    served = cast("ServedBackend", training.backends.all[0])
+    for pack in served.engine.manifest.knobs.packs:
+        from foreprop.gradients.pack import Pack
+
+        members = [cast("AveragedParameter", training.parameters[number]) for number in pack]
+        averaging.packs.append(Pack(members, training, averaging))
 
 
 def averaging_of(training: Training) -> Averaging:

@@ -53,6 +53,9 @@ class UseWatch:
     def begin(self, training: Training) -> None:
         self.end()
         self._undo.append(before_forward(training.user.model, ForwardBegins(self)).remove)
+        if (averaging := training.averaging) is not None:
+            averaging.watches_uses = True
+            self._undo.append(lambda: setattr(averaging, "watches_uses", False))
         for parameter in training.parameters:
             self._undo.append(self._note_uses(parameter))
 

@@ -257,7 +257,7 @@ class Training:
         """
         if self.by_workers:
             shown = self.first.is_over or self.first.in_forward
-            return shown and not self.additions.holds
+            return shown and not self.additions.hold(self.averaging)
         return not self.learning
 
     def gradient_ready(self, parameter: Watched) -> None:
@@ -435,6 +435,8 @@ class Training:
                 self._tell_turned(step)
             for parameter in self.parameters:
                 parameter.finish_step(step)
+            if self.averaging is not None:
+                self.averaging.leave()
 
     def _tell_turned(self, step: int) -> None:
         """The others wait once more for what has just been frozen."""
