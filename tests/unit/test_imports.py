@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 MOST_MODULES = 58  # of these a step that workers make takes three
-MOST_LINES = 11_750
+MOST_LINES = 12_150
 
 NEVER = (
     "numerics compression tables relays staleness elastic buddies collectives data auto workload"
