@@ -38,6 +38,7 @@ class Pack:
         self._engine, self._number = session.engine_of(members[0].index)
         self._session = session
         self._together = together
+        self._members = members
         self._parts = parts = [member.part for member in members]
         self._parameters = parameters = [member.parameter for member in members]
         sizes = [parameter.numel() for parameter in parameters]
@@ -196,6 +197,9 @@ class Pack:
             return average is not None
         is_new = part.serial != self._left_serial or part.place in self._added
         if is_new and part.serial == self._serial:
+            if torch._C._current_graph_task_id() == -1:  # else a pass may add to them
+                for member in self._members:
+                    member.average()
             self.leave()
         if not self._had:
             self._engine.wait(self._number, self._step)
