@@ -262,8 +262,11 @@ class ViewMachine:
     def _consider(self, heard: Vote | None = None) -> list[ViewInstruction]:
         """Vote, if another view is wanted than the one that it is in or has voted for."""
         wanted = self._wanted()
-        if self.base is None or self.me not in wanted:
-            return []  # the others go on without it, and tell
+        if self.base is None:
+            return []
+        if self.me not in wanted:  # the others go on without it, and tell, if it hears them
+            hears = any((self.me, member) not in self._silent for member in wanted)
+            return [] if hears else self._end((self.me,))
         voted = self._votes.get(self.me)  # gone, if the view that it was for is not the last one
         follows = heard is not None and heard.members == wanted and heard.number > self._number
         if not self._votes and not self._attempts and wanted == self.base.members:
