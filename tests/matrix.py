@@ -19,6 +19,7 @@ from torch import nn
 import foreprop
 from foreprop.cluster.world import World
 from foreprop.config import Config
+from foreprop.config.combinations import FEATURES
 from foreprop.errors import ConfigError
 from tests.cluster import run_cluster
 from tests.conformance.counting_runs import Died, dedicated, die
@@ -49,6 +50,41 @@ MATRIX: Mapping[str, Mapping[str, Any]] = {
     "rows": {"sparse_parameters": "table.weight"},
 }
 """By name: what each pair is made of."""
+_BESIDE: Mapping[str, Any] = {"elastic": True}
+EXAMPLES: Mapping[str, Mapping[str, Any]] = {
+    "p2p": {"architecture": "p2p"},
+    "arrays": {"granularity": "array"},
+    "servers": {"update": "servers"},
+    "fifo": {"order": "fifo"},
+    "one lane": {"lanes": "one"},
+    "asked for": {"reply": "notify"},
+    "pulled": {"reply": "pull"},
+    "own placement": {"placement": "kvstore"},
+    "aggregation": {"local_aggregation": "on"},
+    "link rate": {"link_rate_bits_per_s": 1e9},
+    "late nodes": {"late_nodes": "1"},
+    "in step": {"staleness": 0},
+    "delay compensation": {"staleness": 2, "delay_compensation": 0.5},
+    "fixed": {"elastic": False},
+    "max workers": {"elastic": True, "max_workers": 5},
+    "buddy steps": {"elastic": True, "buddy_steps": 5},
+    "replay": {"counted_replay": "."},
+    "join": {"join": "10.0.0.1:29600"},
+    "clip value": {"clip_grad_value": 1.0},
+    "codecs": {"compression": "lossless"},
+    "lossy codecs": {"compression": "int4"},
+    "lossy sums": {"architecture": "ring", "compression": "randomk:0.1"},
+    "unsummed codecs": {"compression": "lossless"},
+    "unsummed lossy codecs": {"compression": "topk:0.01"},
+    "check stale": {"check_stale": True},
+    "elastic node's servers": {**_BESIDE, "servers_per_node": 2},
+    "elastic node's workers": {**_BESIDE, "workers_per_node": 2},
+    "elastic wire": {**_BESIDE, "wire_dtype": "bfloat16"},
+    "elastic ema": {**_BESIDE, "ema": 0.9},
+    "elastic link rate": {**_BESIDE, "link_rate_bits_per_s": 1e9},
+    **{name: settings for name, settings in MATRIX.items() if name in FEATURES},
+}
+"""By feature of the table that settings ask for."""
 _TABLE = "table.weight"
 _BY_PATTERNS: Mapping[frozenset[str], Mapping[str, Any]] = {
     frozenset({"hybrid", "lossless"}): {

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import foreprop
+from foreprop.config.combinations import REFUSED, Refused
+from foreprop.errors import ConfigError
+from tests.cluster import worlds
 from tests.conformance.parity import check_same_bits, servers_only
-from tests.matrix import MATRIX, by_hand, check_trained, together, train
+from tests.matrix import EXAMPLES, MATRIX, by_hand, check_trained, together, train
 from tests.tiers import long_cases
 
 pytestmark = servers_only  # each pair names its architecture
@@ -87,3 +93,35 @@ def test_some_of_three(names: Sequence[str], secret: Path) -> None:
 @pytest.mark.parametrize("names", list(with_elastic()), ids="-".join)
 def test_each_allowed_pair_when_a_node_dies(names: Sequence[str], secret: Path) -> None:
     check(names, secret, killed=True)
+
+
+# What no setting says.
+def found_and_settings() -> Iterator[Any]:
+    for row in REFUSED:
+        for one, other in itertools.product(row.these, row.those):
+            found, name = (one, other) if one in FOUND else (other, one)
+            if found in FOUND and name in EXAMPLES:
+                yield pytest.param(found, EXAMPLES[name], row, id=f"{found}-{name}")
+
+
+def given(found: str) -> dict[str, Any]:
+    """A model that has it, and its optimizer, or none."""
+    device = "meta" if found == "remote tables" else "cpu"
+    table = nn.Embedding(6, 4, sparse=found.endswith("tables"), device=device)
+    model = nn.Sequential(table, nn.Linear(4, 2))
+    if found == "no optimizer":
+        return {"model": model}
+    scaler = torch.amp.GradScaler("cpu") if found == "scaler" else None
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "scaler": scaler}
+
+
+FOUND = {"no optimizer", "scaler", "tables", "remote tables"}
+
+
+@pytest.mark.parametrize(("found", "settings", "row"), list(found_and_settings()))
+def test_what_parallelize_finds_is_refused(
+    found: str, settings: Mapping[str, Any], row: Refused
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        foreprop.parallelize(**given(found), world=worlds(1)[0], **settings)
+    assert str(raised.value).endswith(f": {row.reason}; {row.instead}")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-MOST_MODULES = 58  # of these a step that workers make takes three
-MOST_LINES = 11_750
+MOST_MODULES = 60  # of these a step that workers make takes three
+MOST_LINES = 12_250
 
 NEVER = (
     "numerics compression tables relays staleness elastic buddies collectives data auto workload"

@@ -62,10 +62,6 @@ class ServedBackend:
             from foreprop.path.gpumemory import StagedMemory
 
             self.memory_of = StagedMemory
-        if setup.config.counts_some:
-            from foreprop.elastic.fitness import check_fitness
-
-            check_fitness(setup.config, manifest.world_size)
         self.connections.open()
         self.session_id = self.connections.session_id
         survives = setup.config.elastic and manifest.knobs.buddy_steps is not None

@@ -9,6 +9,7 @@ import torch
 
 from foreprop.config import Config
 from foreprop.config.combinations import FEATURES, asked_for, check_combinations, refused_with
+from foreprop.errors import ConfigError
 
 if TYPE_CHECKING:
     from foreprop.session.training import Training
@@ -23,7 +24,21 @@ def checked_features(
     """By name what the session has of them, and what to say of each; raises `ConfigError`."""
     found = dict(_features(training, optimizer))
     check_combinations(training.config, found)
+    _check_number_of_workers(training.config, training.world.size)
     return found
+
+
+def _check_number_of_workers(config: Config, workers: int) -> None:
+    if config.max_workers is not None and config.max_workers < workers:
+        raise ConfigError(
+            f"max_workers is {config.max_workers}, and there are {workers} workers at the start:"
+            " give at least as many, or leave it out"
+        )
+    if config.backup_workers >= workers:
+        raise ConfigError(
+            f"backup_workers is {config.backup_workers}, and must be below the number of workers,"
+            f" {workers}: somebody has to count"
+        )
 
 
 def _features(
