@@ -159,7 +159,7 @@ def test_a_gradient_may_be_written_to_as_soon_as_its_reply_is_in() -> None:
     plain, plain_optimizer = build_seeded(with_sgd(lr=0.01))
     train(plain, plain_optimizer)
     model, optimizer = build_seeded(with_sgd(lr=0.01))
-    alone = {"slice_elems": 28}  # one for each parameter: too small to be shared
+    alone: dict[str, Any] = {"slice_elems": 28}  # one for each parameter: too small to be shared
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0], **alone) as session:
         for stream in session._training.backends.engines[0]._streams:
             delay(stream)

@@ -57,9 +57,23 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
             f"not a manifest: world_size {manifest.world_size}, blob_bytes {manifest.blob_bytes},"
             f" {knobs}"
         )
+    _check_packs(manifest)
     _check_apart(manifest)
     _check_counting(manifest)
     return manifest
+
+
+def _check_packs(manifest: Manifest) -> None:
+    """Of parameters that share a slice: what each server relies on."""
+    infos, packs = manifest.parameters, manifest.knobs.packs
+    numbers = [number for pack in packs for number in pack]
+    known = len(set(numbers)) == len(numbers) and all(0 <= n < len(infos) for n in numbers)
+    alike = known and all(
+        len({infos[n].dtype for n in pack}) == 1 and not any(infos[n].rows for n in pack)
+        for pack in packs
+    )
+    if not alike:
+        raise RemoteProtocolError(f"not a manifest: packs {packs} of {len(infos)} parameters")
 
 
 def _check_apart(manifest: Manifest) -> None:

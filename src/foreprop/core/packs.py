@@ -20,10 +20,19 @@ _SHARE_OF_SLICE = 4
 
 
 def plan_packs(
-    sizes_elems: Sequence[int], kinds: Sequence[Hashable | None], slice_elems: int
+    sizes_elems: Sequence[int],
+    kinds: Sequence[Hashable | None],
+    slice_elems: int,
+    *,
+    servers: int = 1,
 ) -> Packs:
-    """Neighbours of the same kind, at most a slice together. None: a parameter that goes alone."""
+    """Neighbours of the same kind, at most a slice together. None: a parameter that goes alone.
+
+    Nor are packs larger than one of the ``servers``' share of the model, or others had nothing.
+    """
     most_elems = slice_elems // _SHARE_OF_SLICE
+    whole = sum(size + 1 for size in sizes_elems)
+    slice_elems = min(slice_elems, -(-whole // servers))
     packs: list[list[int]] = []
     pack: list[int] = []
     elems = 0

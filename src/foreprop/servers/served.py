@@ -133,7 +133,7 @@ class ServedBackend:
             msgspec.structs.replace(
                 knobs,
                 aggregation=self._setup.aggregation,
-                packs=self._setup.packs(knobs.slice_elems),
+                packs=self._setup.packs(knobs),
             ),
             groups=self._hyperparameters(),
             workers_per_push=self.connections.workers_per_push,

@@ -18,6 +18,7 @@ from foreprop.core.manifest import (
     AnyKnobs,
     AnyManifest,
     Hyperparameters,
+    Knobs,
     Manifest,
     OptimizerInfo,
     ParameterInfo,
@@ -96,7 +97,7 @@ class Setup:
             workers_per_push=workers_per_push,
         )
 
-    def packs(self, slice_elems: int) -> Packs:
+    def packs(self, knobs: Knobs) -> Packs:
         """Which parameters share a slice: where workers update, and servers do nothing but average.
 
         They are alike on the host, and the optimizer has them.
@@ -119,7 +120,8 @@ class Setup:
             return None if alone or id(parameter) not in own else (info.dtype, info.requires_grad)
 
         kinds = map(kind_of, self.parameters, self.infos)
-        return plan_packs([info.elems for info in self.infos], list(kinds), slice_elems)
+        sizes = [info.elems for info in self.infos]
+        return plan_packs(sizes, list(kinds), knobs.slice_elems, servers=knobs.servers)
 
     @property
     def scale(self) -> float | None:
