@@ -145,7 +145,8 @@ def test_a_gradient_is_pushed_while_the_backward_graph_runs(
 
     monkeypatch.setattr(WorkerEngine, "push", noted)
     call = torch.compile(model, backend=backend, fullgraph=True)
-    with connect(model, optimizer, Config(), world=worlds(1)[0]):
+    config = Config(slice_elems=3)  # too small for two parameters to share one
+    with connect(model, optimizer, config, world=worlds(1)[0]):
         _train(call, optimizer, make_batches(2))
         looks["backward"] = lambda: seen.append(sorted(pushed))
         for batch in make_batches(4):

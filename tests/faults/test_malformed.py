@@ -361,7 +361,7 @@ TABLE: dict[str, tuple[int, Callable[[Client], None], str]] = {
         "values of rows is 3, not rows",
     ),
     "huge": (0, lambda c: c.send(Kind.TABLE, says_bytes=2**31), "TABLE of 2147483648 bytes"),
-    "values": (0, lambda c: c.send(Kind.ROWS_VALUE, bytes(8)), "came for step 0: twice or late"),
+    "values": (0, lambda c: c.send(Kind.ROWS_VALUE, bytes(8)), "came for step 0: step 0 is done"),
     "a short pull": (1, lambda c: c.send(Kind.TABLE_PULL, b"x"), "carries 1 bytes, not 8"),
     "a pull beyond": (
         1,
