@@ -91,6 +91,9 @@ class LocalStepper:
         special = group.get("differentiable") or group.get("capturable")
         if chosen or special or len(parameters) < 2 or not self._is_alike_at_once:
             return group
+        numbers = (group.get("lr"), *(group.get("betas") or ()))
+        if any(isinstance(number, torch.Tensor) for number in numbers):
+            return group  # torch refuses tensors there
         return {**group, "foreach": parameters[0].dtype in _ALIKE_TYPES or None}
 
     def begin(self) -> DeferredStep:
