@@ -60,6 +60,7 @@ def test_gradient_accumulation(passes: int) -> None:
     check_both(with_sgd(), _accumulate([passes] * 3), batches_of(2, count=9))
 
 
+@servers_only
 def test_a_pass_adds_to_a_gradient_that_is_just_being_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -197,11 +197,17 @@ class Averaging:
         for pack in self.packs:
             pack.leave()
 
+    def leave_round(self) -> bool:
+        """Say of what has not left that it does not; whether there is a round under way."""
+        if not any(parameter.left for parameter in self.parameters):
+            return False
+        for parameter in self.parameters:
+            parameter.leave_out()
+        return True
+
     def end_round(self) -> None:
         """Have nothing under way; what has not been shown is this rank's own again."""
-        if any(parameter.left for parameter in self.parameters):
-            for parameter in self.parameters:
-                parameter.leave_out()
+        if self.leave_round():
             for parameter in self.parameters:
                 parameter.end_round()
 

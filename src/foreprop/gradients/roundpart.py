@@ -110,6 +110,9 @@ class RoundPart:
 
     def begin(self, gradient: torch.Tensor | None, *, dropped: bool) -> None:
         """Have the gradient averaged; None: this rank has none. The last round must be over."""
+        dense = None
+        if gradient is not None and self.pack is None:
+            dense = self.as_dense(gradient)  # first: it may refuse it
         self.serial = self._rounds.serial
         self.under_way, self._answered = True, False
         self.gave, self.kept = gradient is not None or dropped, False
@@ -118,10 +121,9 @@ class RoundPart:
             self.pack.add(self, gradient)
             return
         self._session.begin_pushing()
-        if gradient is None:
+        if dense is None:
             self._owner.memory.pass_by(self._pushing(Flag.GRADIENT | Flag.NO_GRADIENT))
             return
-        dense = self.as_dense(gradient)
         push = self._pushing(Flag.GRADIENT)
 
         def send(its_bytes: Any) -> None:

@@ -80,7 +80,7 @@ class Lifetime:
                 training.meet("close()")
                 training.settle_all()
                 if training.averaging is not None and training.every_parameter:
-                    training.averaging.end_round()  # of a last step that was not made
+                    training.averaging.leave_round()  # of a last step that was not made
                 training.saving(True)
                 training.settle_tables()
         except ForepropError as error:
