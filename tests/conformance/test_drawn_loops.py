@@ -220,6 +220,7 @@ def test_a_frozen_layer_and_a_last_step_that_is_not_made() -> None:
     check_loop("sgd", [usual, *last], architecture="ring")
 
 
+@servers_only
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(5))
 def test_many_more_loops(part: int) -> None:
