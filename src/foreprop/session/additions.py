@@ -202,7 +202,8 @@ class Additions:
         from foreprop.session.reconnecting import raise_if_others_join
 
         training = self._alive()
-        if training.life.connected and not self._is_joining:
+        # where servers update nobody joins so, and the store may have gone with its host
+        if training.life.connected and training.by_workers and not self._is_joining:
             raise_if_others_join(training)
 
 
