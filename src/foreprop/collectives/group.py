@@ -66,6 +66,7 @@ class Group:
         if self.size > 1 and not self._world.in_process:  # of threads none is stopped alone
             about = (self.joining, self._config, self.rank, self.size, self.address)
             self._pulses = RingPulses(*about)
+            self._pulses.tell(lambda *_: self._world.hurry_store())  # whoever has it may be silent
         options = _Gloo._Options()
         options._threads = most_collectives(self._config.chunks_in_flight)
         options._timeout = timedelta(seconds=self._config.step_timeout_s + _GRACE_S)
@@ -156,13 +157,8 @@ class Group:
     # The end.
     def on_silence(self, lose: Callable[[int, str], object]) -> None:
         """``lose`` is told which rank is stopped or cut off, and that in words; in a thread."""
-
-        def hurry(rank: int, why: str) -> None:
-            self._world.hurry_store()  # whoever has it may be silent, too
-            lose(rank, why)
-
         if self._pulses is not None:
-            self._pulses.tell(hurry)
+            self._pulses.tell(lose)
 
     def cause(
         self, error: BaseException, awaited: Callable[[], str] = lambda: "the start"

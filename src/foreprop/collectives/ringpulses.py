@@ -47,7 +47,7 @@ class RingPulses(WorkerPulses):
                     break
                 rank = _greeted_by(sock, session_id)
                 if rank in behind:
-                    self._watch(rank, sock)
+                    self._watch(rank, sock, *self._where(rank))
                     del behind[rank]
                 else:
                     sock.close()
@@ -58,18 +58,17 @@ class RingPulses(WorkerPulses):
 
     def _reach(self, rank: int, session_id: str) -> str:
         """Why it cannot be reached, if so: if that is a loss, a collective says so."""
-        text, _ = self._where(rank)
+        where, host = self._where(rank)
         try:
-            address, port = parse_address(text, f"rank {rank}")
+            address, port = parse_address(where, f"rank {rank}")
             sock = connect(address, port, timeout_s=_MEET_S)
             sock.sendall(_greeting(session_id, self._rank))
         except (OSError, TransportError) as error:
             return str(error)
-        self._watch(rank, sock)
+        self._watch(rank, sock, where, host)
         return ""
 
-    def _watch(self, rank: int, sock: socket.socket) -> None:
-        where, host = self._where(rank)
+    def _watch(self, rank: int, sock: socket.socket, where: str, host: str) -> None:
         self.add(rank, sock, f"rank {rank} (host {host}) at {where.partition(' ')[0]}")
 
     def _where(self, rank: int) -> tuple[str, str]:

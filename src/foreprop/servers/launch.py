@@ -78,6 +78,7 @@ class Connections:
         )  # or connections leave the machine
         self.session_id = ""
         self.pulses = WorkerPulses(world.rank, config)
+        self.pulses.tell(lambda *_: world.hurry_store())  # whoever has it may be silent
 
     def _plan_local_aggregation(self) -> int:
         """How many workers' gradients each push to a server is to have; raises `ConfigError`."""

@@ -179,14 +179,10 @@ class ServedBackend:
 
         return ServedState(self._setup, self.engine, self._rows)
 
-    def _lose_silent(self, server: int, why: str) -> None:
-        self._setup.world.hurry_store()  # whoever has it may be silent, too
-        self.engine.ending.lose_silent(server, why)
-
     # The start.
     def start(self, parameters: Sequence[ManagedParameter]) -> None:
         rank_zero = self._setup.world.rank == 0
-        self.connections.pulses.tell(self._lose_silent)
+        self.connections.pulses.tell(self.engine.ending.lose_silent)
         if self._setup.config.join is not None:
             from foreprop.servers.entering import enter
 
