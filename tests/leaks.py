@@ -121,7 +121,10 @@ def _has_children() -> bool:
 
 
 def _descriptors() -> Counter[str]:
-    """Targets of this process's descriptors, but for multiprocessing's own, which stays open."""
+    """Targets of this process's descriptors, but for those that are kept open for later use.
+
+    Multiprocessing keeps its own, and matplotlib the files of the fonts that it has drawn with.
+    """
     helpers = {
         getattr(resource_tracker._resource_tracker, "_fd", None),
         getattr(forkserver._forkserver, "_forkserver_alive_fd", None),
@@ -130,7 +133,8 @@ def _descriptors() -> Counter[str]:
     for fd in os.listdir("/proc/self/fd"):
         if int(fd) not in helpers:
             with contextlib.suppress(OSError):  # listdir's own descriptor is closed by now
-                targets[os.readlink(f"/proc/self/fd/{fd}")] += 1
+                target = os.readlink(f"/proc/self/fd/{fd}")
+                targets[target] += "/mpl-data/fonts/" not in target
     return targets
 
 
