@@ -310,4 +310,5 @@ def test_the_wait_for_a_norm_is_counted_and_in_the_trace(tmp_path: Path) -> None
         waited_s = sum(event["dur"] for event in waits) / 1e6
         assert session.stats()["waited_s"] == pytest.approx(waited_s, abs=0.05)
     first = 2 * PACE_STEPS + 1
-    assert norms == {first, first + 1, first + 2}  # who is there first waits for the other
+    # who is there first waits for the other, if that does not take longer than to ask
+    assert norms and norms <= {first, first + 1, first + 2}

@@ -422,8 +422,7 @@ def test_a_relay_s_trace_has_its_stages(tmp_path: Path) -> None:
         model, optimizer = build_seeded(BUILD)
         with foreprop.parallelize(model, optimizer, world=world, trace=str(tmp_path)) as session:
             train_classifier(model, optimizer, batches_of(1)[0])
-            session.flush()
-            return int(session.stats()["pushes"])
+        return int(session.stats()["pushes"])  # an answer may come before its push is counted
 
     pushes = run_cluster(4, work, local_size=2)[0]
     files = sorted(tmp_path.glob("relay-*.json"))

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 _END_BY_ITSELF_S = 3.0
 _AGAIN_S = 0.1
 """A server that has to end is given this long to tell the other workers why."""
+_TOLD_S, _LOOK_S = 2.0, 0.05
+"""So long who has been refused may take to leave word of it in the store; so often it is read."""
 _PULSE_S, _PULSE_TRIES = 5.0, 3
 """To connect once more to a server that listens, though strangers may crowd it."""
 
@@ -282,9 +284,12 @@ class Connections:
         return tuned
 
     def _ended(self, sock: socket.socket, error: OSError) -> TransportError:
-        """A server that ends while workers join has been told why, and so are we."""
+        """A server that ends while workers join has been told why, and soon so are we."""
         sock.close()
-        self.board.check_failed()
+        deadline = time.monotonic() + _TOLD_S
+        while time.monotonic() < deadline:
+            self.board.check_failed()
+            time.sleep(_LOOK_S)
         text = f"rank {self._world.rank}'s connection to a server ended at once: {error}"
         return TransportError(text)
 
