@@ -321,9 +321,9 @@ class AveragedParameter:
 
         None if it is known in another way only: the average has been multiplied already, say.
         """
-        if self._update is not None:
+        if not self.ask(norm=True):  # of a list the first one alone has been asked
             return None
-        if self._together.measures and self.left:
+        if self._together.measures and self.left and self._part.gave:
             return self._session.square_sums(self._together.measured_number(self._part.serial))[
                 self.index
             ]
@@ -342,7 +342,12 @@ class AveragedParameter:
         return self._part.scalings.all
 
     def scale(self, scaling: Scaling) -> None:
-        """Multiply the average, when it is here."""
+        """Multiply the average, when it is here.
+
+        An earlier average, which has no part in the round that is under way, is here.
+        """
+        if not (self.ask(norm=False) and self._part.gave):
+            self.averaged()
         self._part.scalings.all.append(scaling)
         gradient = self._seen.tensor()
         if not self._under_way and gradient is not None:
