@@ -33,6 +33,8 @@ from foreprop.servers.setup import Setup
 
 _DIGEST_BITS = 18
 _OTHERS_S = 5.0
+_KEPT = 3
+"""In one step settings may be told of it and of the next, while sums of the one before are made."""
 MARKS = 2 + _DIGEST_BITS
 """Elements behind a parameter's: how many ranks had a gradient, how many had changed it by hand,
 and for each bit of the settings' digest, how many ranks have it. None exceeds the number of ranks.
@@ -53,7 +55,7 @@ class _Settings(NamedTuple):
 class StepSettings:
     """The optimizer's settings by step: every rank's are compared while gradients are summed.
 
-    One rank's, of the last two steps at which they changed. Any thread.
+    One rank's, of the last steps at which they changed. Any thread.
     """
 
     def __init__(self, board: Board, *, ranks: int) -> None:
@@ -63,8 +65,9 @@ class StepSettings:
 
     def announce(self, step: int, text: str, scale: float = 1.0) -> None:
         """From ``step`` on the optimizer has these settings."""
-        before = self._kept[0] if self._kept[-1].since == step else self._kept[-1]
-        self._kept = [before, _Settings(step, text, zlib.crc32(text.encode()), scale)]
+        before = [settings for settings in self._kept if settings.since != step]
+        now = _Settings(step, text, zlib.crc32(text.encode()), scale)
+        self._kept = [*before[1 - _KEPT :], now]
 
     def _at(self, step: int) -> _Settings:
         return next(settings for settings in reversed(self._kept) if settings.since <= step)
