@@ -53,7 +53,9 @@ def run_cluster(
         thread.join(timeout_s)
     alive = [thread.name for thread in threads if thread.is_alive()]
     if alive:
-        raise TimeoutError(f"{alive} did not end within {timeout_s} s")
+        # whom they wait for may have ended with an error
+        first = next((error for error in errors if error is not None), None)
+        raise TimeoutError(f"{alive} did not end within {timeout_s} s") from first
     for error in errors:
         if error is not None:
             raise error

@@ -16,6 +16,7 @@ import foreprop
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.errors import ConfigError, TrainingLoopError
+from foreprop.session.training import Training
 from tests.cluster import run_cluster, worlds
 from tests.conformance.matrices import few
 from tests.conformance.parity import (
@@ -495,6 +496,31 @@ def test_a_rank_that_ends_before_its_first_step_is_named_at_once(leaver: int, ra
     else:
         assert isinstance(told, TrainingLoopError)
         assert f"rank {leaver}: the session was closed before its first step" in str(told)
+
+
+@pytest.mark.parametrize("architecture", ["p2p", "ring"])
+def test_who_fails_in_close_is_not_waited_for(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an error of anybody's: the others waited for its part until `step_timeout_s`."""
+    by_rank, settle_all = batches_of(2), Training.settle_all
+
+    def fail(training: Training) -> None:
+        if training.world.rank == 0:
+            raise ArithmeticError("in an optimizer's last update")
+        settle_all(training)
+
+    def work(world: World) -> None:
+        model, optimizer = build_seeded(with_sgd())
+        session = foreprop.parallelize(model, optimizer, world=world, architecture=architecture)
+        train_classifier(model, optimizer, by_rank[world.rank])
+        monkeypatch.setattr(Training, "settle_all", fail)
+        session.close()
+
+    before = Snapshot.take()
+    with pytest.raises(ArithmeticError, match="last update"):
+        run_cluster(2, work)
+    assert not wait_for_leaks(before, 2.0)
 
 
 def test_nothing_is_left_after_an_error_in_the_users_loop() -> None:

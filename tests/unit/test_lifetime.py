@@ -32,3 +32,17 @@ def test_sessions_are_closed_in_the_order_in_which_they_began(
     monkeypatch.setattr(lifetime, "_open", opened)
     lifetime._close_all()
     assert closed == [session._number for session in sessions]
+
+
+def test_a_session_may_be_closed_while_the_open_ones_are_looked_at() -> None:
+    """By another thread, whose rank ends at the same time."""
+    opened = type(lifetime._open)()
+    sessions = [Open(number, []) for number in range(3)]
+    for session in sessions:
+        opened[session] = None  # type: ignore[index]
+    found = []
+    for session in opened:
+        opened.pop(session)
+        found.append(session)
+    assert found == sessions
+    assert not opened

@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from foreprop.session.training import Training
 
 
-_open: weakref.WeakKeyDictionary[Lifetime, None] = weakref.WeakKeyDictionary()
+class _Sessions(weakref.WeakKeyDictionary["Lifetime", None]):
+    """In the order in which they began; other threads may open and close theirs meanwhile."""
+
+    def __iter__(self) -> Iterator[Lifetime]:
+        lives = [reference() for reference in self.keyrefs()]
+        return iter([life for life in lives if life is not None])
+
+
+_open = _Sessions()
 """The open sessions of this process, closed when it ends as they began, on all ranks alike."""
 _exit_registered = False
 
@@ -83,7 +91,7 @@ class Lifetime:
                     training.averaging.leave_round()  # of a last step that was not made
                 training.saving(True)
                 training.settle_tables()
-        except ForepropError as error:
+        except Exception as error:  # whatever it is: the others wait for this rank
             self.release(failure=first or error)
             raise
         self.release(failure=None)
