@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from foreprop.errors import TrainingLoopError
 from tests.conformance.averaging_by_hand import Average, ReadingLoop, check_contract
-from tests.conformance.parity import Batch, seeded, servers_only, small_model
+from tests.conformance.parity import Batch, once, seeded, small_model
 
 pytestmark = pytest.mark.timeout(900)
 MOST_PASSES = 3
@@ -29,6 +29,10 @@ def _scale(model: nn.Module, step: int) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(0.5)
+
+
+def _scale_as_a_list(model: nn.Module, step: int) -> None:
+    torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 0.5)
 
 
 def _add_noise(model: nn.Module, step: int) -> None:
@@ -72,6 +76,7 @@ def _evaluate(model: nn.Module, step: int) -> None:
 EDITS: dict[str, Callable[[nn.Module, int], None]] = {
     "nothing": lambda model, step: None,
     "scale": _scale,
+    "scale as a list": _scale_as_a_list,
     "noise": _add_noise,
     "clip values": _clip_values,
     "clip by a norm": _clip_by_own_norm,
@@ -135,7 +140,8 @@ class Step(NamedTuple):
 
 def is_refused(step: Step) -> bool:
     """A factor would be lost: see `test_a_factor_before_another_pass`."""
-    return step.edit == "scale" and step.skips and step.zeroes == "not at all"
+    kept = step.zeroes == "not at all" and step.edit.startswith("scale")
+    return step.skips and (kept or step.zeroes == "halved")
 
 
 STEPS = st.builds(
@@ -143,7 +149,7 @@ STEPS = st.builds(
     passes=st.integers(1, MOST_PASSES),
     edit=st.sampled_from(sorted(EDITS)),
     skips=st.sampled_from([False, False, False, True]),
-    zeroes=st.sampled_from(["optimizer", "in place", "model", "not at all"]),
+    zeroes=st.sampled_from(["optimizer", "in place", "model", "not at all", "halved"]),
     lr=st.sampled_from([None, None, 0.05]),
     new_optimizer=st.sampled_from([None, None, None, None, *MAKERS]),
     changes_by_hand=st.sampled_from([False, False, False, True]),
@@ -173,6 +179,8 @@ def loop_of(steps: Sequence[Step]) -> ReadingLoop:
                     next(model.parameters()).mul_(0.99)
             if step.zeroes == "model":
                 model.zero_grad()
+            elif step.zeroes == "halved":
+                _scale_as_a_list(model, number)
             elif step.zeroes != "not at all":
                 optimizer.zero_grad(set_to_none=step.zeroes == "optimizer")
         return None
@@ -188,22 +196,30 @@ def check_loop(maker: str, steps: Sequence[Step], start: str = STARTS[0], **abou
         trained = [p for p in model.parameters() if p.requires_grad or not left_out]
         return model, MAKERS[maker](trained)
 
-    # what is added to an average: sums of averages are averages of sums, but for last bits
-    rtol = 1e-4 if any(step.zeroes == "not at all" for step in steps[:-1]) else 0.0
+    # what is added to gradients that no step has used: by hand they are averages by then, and
+    # sums of averages are averages of sums, but for last bits
+    added_to = any(step.skips and step.zeroes == "not at all" for step in steps[:-1])
+    rtol = 1e-4 if added_to else 0.0
     passes = sum(step.passes for step in steps)
     check_contract(build, loop_of(steps), steps=passes, rtol=rtol, check_replicas=8, **about)
 
 
 LOOPS = st.lists(STEPS, min_size=2, max_size=7)
+IN_PIECES = {"slice_elems": 7, "chunk_elems": 7}
 
 
-@servers_only
+@once
 @settings(max_examples=200)
-@given(st.sampled_from(sorted(MAKERS)), LOOPS, st.sampled_from(STARTS))
+@given(
+    st.sampled_from(sorted(MAKERS)),
+    LOOPS,
+    st.sampled_from(STARTS),
+    st.sampled_from(["p2p", "ring"]),
+)
 def test_any_loop_has_the_bits_of_averages_by_hand(
-    maker: str, steps: list[Step], start: str
+    maker: str, steps: list[Step], start: str, architecture: str
 ) -> None:
-    check_loop(maker, steps, start)
+    check_loop(maker, steps, start, architecture=architecture)
 
 
 def test_a_factor_before_another_pass() -> None:
@@ -220,7 +236,6 @@ def test_a_frozen_layer_and_a_last_step_that_is_not_made() -> None:
     check_loop("sgd", [usual, *last], architecture="ring")
 
 
-@servers_only
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(5))
 def test_many_more_loops(part: int) -> None:
@@ -232,7 +247,7 @@ def test_many_more_loops(part: int) -> None:
         st.sampled_from(sorted(MAKERS)),
         LOOPS,
         st.sampled_from(STARTS),
-        st.sampled_from([{}, {"slice_elems": 7}]),
+        st.sampled_from([{}, IN_PIECES]),
     )
     def check(maker: str, steps: list[Step], start: str, about: dict[str, Any]) -> None:
         check_loop(maker, steps, start, **about)
