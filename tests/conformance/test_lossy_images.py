@@ -1,4 +1,4 @@
-"""Lossy codecs: all ranks and the servers have the same bits after every step, and lose nothing."""
+"""Lossy codecs, by servers that update: all have the same bits after every step, and lose nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.conformance.parity import (
 from tests.conformance.scaler_runs import make_scaler
 from tests.tiers import long_cases
 
-pytestmark = servers_only
+pytestmark = [servers_only, pytest.mark.usefixtures("servers_update")]
 
 LOSSY = (
     *("int8", "int4", "int2", "1bit", "efsign", "sign", "qsgd", "qsgd:7", "terngrad"),

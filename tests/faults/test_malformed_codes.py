@@ -98,7 +98,7 @@ WRONG_RESIDUALS: dict[str, tuple[int, Callable[[Client], None], str]] = {
     "no such slice": (
         0,
         lambda w: w.send(Kind.STATE_PULL, flags=RESIDUAL, slice_=99),
-        "no codec of this relay is for slice 99",
+        "no codec is for slice 99 here",
     ),
     "another array": (
         0,

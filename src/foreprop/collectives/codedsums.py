@@ -74,10 +74,11 @@ class CodedSums(GradientSums):
             name = codec_of(info.name, choices)
             if name != NONE:
                 codec = make(name)
-                coded = SliceCodec(slice_, codec, codec, DTYPES[info.dtype])
+                coded = SliceCodec(slice_, codec, codec, None, DTYPES[info.dtype])
                 if coded.gains:
                     self._coded[slice_.number] = coded
         self.residuals = Residuals(setup.infos, self._coded, rank=group.rank)
+        self.kept = (self.residuals,)
         self._places: dict[int, list[_Part]] = {}
         """By parameter: its pieces, in chunks that have a code."""
         for chunk in self.chunks:
@@ -89,6 +90,9 @@ class CodedSums(GradientSums):
         """What has crossed, as it would be without codecs."""
         self.raw_reply_bytes = 0
         """Nothing comes back but sums."""
+
+    def tell_scale(self, step: int, inverse: torch.Tensor) -> None:
+        """Nothing: where workers update, codes are not added up."""
 
     def _lay_out(self, chunk: Chunk) -> None:
         begin = 0

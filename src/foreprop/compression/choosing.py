@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foreprop.compression.codecs import TensorCodec, make, make_for_replies
+from foreprop.compression.codecs import (
+    TensorCodec,
+    make,
+    make_for_replies,
+    maybe_for_averages,
+)
 from foreprop.config import Config
 from foreprop.core.codec import (
     EXACT,
@@ -41,6 +46,7 @@ class SliceCodec:
     """
 
     __slots__ = (
+        "average_codec",
         "codec",
         "decay",
         "dtype",
@@ -53,18 +59,26 @@ class SliceCodec:
     )
 
     def __init__(
-        self, piece: Slice, codec: TensorCodec, reply_codec: TensorCodec, dtype: torch.dtype
+        self,
+        piece: Slice,
+        codec: TensorCodec,
+        reply_codec: TensorCodec,
+        average_codec: TensorCodec | None,
+        dtype: torch.dtype,
     ) -> None:
         self.piece = piece
         self.codec = codec
         self.reply_codec = reply_codec
+        """Of differences of values, where servers update."""
+        self.average_codec = average_codec
+        """Where workers update; None: gradients and averages go as they are."""
         self.decay = 0.0
         """Times the values it is added to a gradient, before that is encoded: weight decay."""
         self.dtype = dtype
         self.elems = piece.elems
         self.raw_bytes = piece.elems * dtype.itemsize
         self.most_bytes = self._bound(codec)
-        self.most_reply_bytes = self._bound(reply_codec)
+        self.most_reply_bytes = max(self._bound(reply_codec), self._bound(average_codec or codec))
 
     def _bound(self, codec: TensorCodec) -> int:
         """Of what crosses as a code: shorter than the array, or the array would cross."""
@@ -88,7 +102,9 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
     """By number, those that are encoded. A codec whose bound is no gain leaves tiny ones alone."""
     names = [codec_of(info.name, manifest.knobs.compression) for info in manifest.parameters]
     dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
-    codecs: dict[tuple[str, DgcTraining | None], tuple[TensorCodec, TensorCodec]] = {}
+    codecs: dict[
+        tuple[str, DgcTraining | None], tuple[TensorCodec, TensorCodec, TensorCodec | None]
+    ] = {}
     found = {}
     for piece in slices:
         name, info = names[piece.parameter], manifest.parameters[piece.parameter]
@@ -96,8 +112,9 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
             continue
         training = _training_of(name, manifest, piece)
         if (name, training) not in codecs:
-            replies = make_for_replies(name, manifest.peers().count, training)
-            codecs[name, training] = make(name, training), replies
+            pushes = manifest.peers().count
+            answers = make_for_replies(name, pushes, training), maybe_for_averages(name, pushes)
+            codecs[name, training] = make(name, training), *answers
         coded = SliceCodec(piece, *codecs[name, training], dtypes[piece.parameter])
         if training is not None:
             coded.decay = training.decay

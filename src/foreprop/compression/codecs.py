@@ -11,7 +11,7 @@ import torch
 from foreprop.config.environment import did_you_mean
 from foreprop.config.otherwords import answer_to_value
 from foreprop.config.plugins import CODECS, HOW, maybe_installed
-from foreprop.core.codec import AUTO, NONE, Codec
+from foreprop.core.codec import AUTO, NONE, Codec, kind_of
 from foreprop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def make(name: str, training: DgcTraining | None = None) -> TensorCodec:
 
 
 def make_for_replies(name: str, pushes: int, training: DgcTraining | None = None) -> TensorCodec:
-    """What answers pushes in codec ``name``: always with an empty state.
+    """What answers pushes in codec ``name`` with differences of values: with an empty state.
 
     What a reply leaves out is in the next difference, so its codec has to bring the image nearer
     each time. Those of ``sign``, TernGrad and coarse QSGD need not, so others take their place.
@@ -125,9 +125,10 @@ def make_for_replies(name: str, pushes: int, training: DgcTraining | None = None
     kind, _, parameter = name.partition(":")
     make(name, training)  # its parameter is checked
     if kind == "topk":
+        from foreprop.compression.errorfeedback import ErrorFeedback
         from foreprop.compression.sparse import SentShare, TopK, parse_share
 
-        return TopK(name, SentShare(parse_share(parameter or "0.01"), times=pushes))
+        return ErrorFeedback(TopK(name, SentShare(parse_share(parameter or "0.01"), times=pushes)))
     if kind == "dgc":
         from foreprop.compression.dgc import dgc_replies
 
@@ -135,3 +136,16 @@ def make_for_replies(name: str, pushes: int, training: DgcTraining | None = None
     coarse = kind == "qsgd" and parameter and int(parameter) <= 7
     others = {"sign": "efsign", "terngrad": "int2", "qsgd": "int4" if coarse else "int8"}
     return make(others.get(kind, name))
+
+
+def maybe_for_averages(name: str, pushes: int) -> TensorCodec | None:
+    """What answers pushes in codec ``name`` with averages; its state is what it leaves out.
+
+    None of ``dgc``, whose workers push no gradients: others' cross as they are.
+    """
+    kind = kind_of(name)
+    if kind == "sign":  # a majority has three values, which come back as they are
+        from foreprop.compression.blockwise import int2
+
+        return int2().codec
+    return None if kind == "dgc" else make_for_replies(name, pushes)

@@ -9,12 +9,13 @@ Of ``dgc`` the update has no momentum, which workers have. Of ``sign`` it is of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from foreprop.compression.averagecodes import AverageCodes
 from foreprop.compression.choosing import coded_slices
 from foreprop.core.codec import codec_of, kind_of
 from foreprop.core.manifest import Hyperparameters, Manifest
@@ -25,14 +26,25 @@ from foreprop.path.slicestore import Groups
 class CodedSlices:
     """What is special about updates by codes; see `path.slicestore.Codes`."""
 
-    def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        slices: Sequence[Slice],
+        index: int,
+        scale_at: Callable[[int], float],
+    ) -> None:
+        """``scale_at``: see `AverageCodes`."""
         own = [piece for piece in slices if piece.server == index]
+        self.coded = coded_slices(manifest, own)
+        self.averages = AverageCodes(manifest.parameters, self.coded, index, scale_at)
+        self.as_answered = self.averages.as_answered
         choices = manifest.knobs.compression
         kinds = [kind_of(codec_of(info.name, choices)) for info in manifest.parameters]
         self._votes = {piece.number for piece in own if kinds[piece.parameter] == "sign"}
         """With those that are too small for a code."""
-        dgc = [piece for piece in own if kinds[piece.parameter] == "dgc"]
-        self._accumulated = coded_slices(manifest, dgc)
+        self._accumulated = {
+            number for number, each in self.coded.items() if kinds[each.piece.parameter] == "dgc"
+        }
         """Their pushes have the momentum."""
         self._settled = manifest.optimizer.groups
         self._group_of = [info.group for info in manifest.parameters]

@@ -2,8 +2,9 @@
 
 It stands in front of the engine, which sees every frame as it would be without it. A gradient is
 encoded in the thread that sends it, when its turn has come: the order is that of the frames, not of
-their lengths. An answer is decoded in the thread that received it, and moves the values that are in
-the parameter's memory, the *image*: bits by exclusive or, or numbers by a sum.
+their lengths. An answer is decoded in the thread that received it. It is an average, or it moves
+the values that are in the parameter's memory, the *image*: bits by exclusive or, or numbers by a
+sum.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 
 from foreprop.compression.choosing import SliceCodec, check_code, coded_slices, describe
 from foreprop.compression.images import bits_of, move_image, word_sum
-from foreprop.compression.noderesiduals import NodeResiduals
-from foreprop.compression.residuals import Residuals
-from foreprop.core.codec import Place
+from foreprop.compression.noderesiduals import NodeResiduals, ServersResiduals
+from foreprop.compression.residuals import Residuals, round_of
+from foreprop.core.codec import Place, is_exact
 from foreprop.core.frames import SendFrame
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError, TrainingLoopError
 from foreprop.link.connection import Connection
 from foreprop.observe.trace import CodecStage
+from foreprop.path.optimizer import with_scale
 from foreprop.path.tensors import DTYPES
 from foreprop.path.worker import WorkerEngine
 
@@ -59,19 +62,39 @@ class PushCodecs:
             self.residuals = NodeResiduals(engine, self._slices)
         else:
             self.residuals = Residuals(engine.parameters, self._slices, rank=engine.rank)
+        self.kept = (self.residuals, ServersResiduals(engine, self._slices, self._averaged))
+        """With those of averages, which servers keep."""
+        self._told_scale = 1.0
         self.raw_pushed_bytes = self.raw_reply_bytes = 0
         """What has crossed, as it would be without compression."""
 
     def describe(self) -> str:
         return describe(self._engine.manifest.knobs.compression)
 
+    def tell_scale(self, step: int, inverse: torch.Tensor) -> None:
+        """What the loop's scaler took out of the last step's averages: before the next push.
+
+        Servers that have the rows of tables are not told.
+        """
+        scale, manifest = 1.0 / float(inverse), self._engine.manifest
+        if scale == self._told_scale or is_exact(manifest.knobs.compression):
+            return
+        self._told_scale = scale
+        self.residuals.announce(step, scale)
+        if not manifest.optimizer.groups:
+            data = msgspec.json.encode(with_scale((), scale))
+            self._engine.announce_hyperparameters(step, data)
+
     # The sending threads.
     def encode(self, push: SendFrame, raw: memoryview) -> memoryview:
         """Of a gradient, its code."""
         coded, data = self._slices.get(push.slice), raw
         if coded is not None:
-            self._averaged[push.slice] = bool(push.flags & Flag.GRADIENT)
-            if len(raw):
+            in_round = self._averaged[push.slice] = bool(push.flags & Flag.GRADIENT)
+            if in_round:
+                builds_on = bool(push.flags & Flag.BUILDS_ON)
+                self.residuals.follow(push.slice, round_of(push), builds_on=builds_on)
+            if len(raw) and not (in_round and coded.average_codec is None):
                 data = self._encoded(coded, raw, push)
         with self._engine.lock:
             self.raw_pushed_bytes += len(raw)
@@ -130,10 +153,12 @@ class PushCodecs:
         self, coded: SliceCodec, target: memoryview, payload: memoryview, header: Header
     ) -> None:
         started_ns = 0 if self._trace is None else self._trace.now_ns()
-        number, codec, out = header.slice, coded.reply_codec, coded.tensor_of(target)
+        number, out = header.slice, coded.tensor_of(target)
         if self._averaged.get(number, False):
+            codec = coded.average_codec or coded.reply_codec
             codec.decode(payload, out, Place(header.step, number, header.rank))
         else:
+            codec = coded.reply_codec
             image = self._image_of(coded, out, header)
             change = torch.empty_like(image)
             world_size = self._engine.manifest.world_size

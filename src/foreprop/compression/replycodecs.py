@@ -1,8 +1,9 @@
 """A server's codecs: pushes are decoded as they come, and answers encoded once for all workers.
 
 It stands in front of `path.slices.Slices`, which sees every frame as it would be without it. An
-answer is the difference between the slice's new values and its *image*, the values that all workers
-have. Whichever sending thread comes first encodes it; it is dropped when every worker has it.
+answer is the average of gradients, or, where servers update, the difference between the slice's new
+values and its *image*, the values that all workers have. Whichever sending thread comes first
+encodes it; it is dropped when every worker has it.
 
 Values go as they are where workers' are not known to be the image: at the start, and in the step
 after a change by hand. A worker sees that by their length (`choosing.SliceCodec`).
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from foreprop.compression.choosing import SliceCodec, check_code, coded_slices
-from foreprop.compression.images import bits_of, move_image
+from foreprop.compression.choosing import SliceCodec, check_code
+from foreprop.compression.images import CodedSlices, bits_of, move_image
 from foreprop.core.codec import Place
 from foreprop.core.frames import SendFrame
 from foreprop.core.manifest import Manifest
@@ -54,7 +55,12 @@ class ReplyCodecs:
     """Owns the frames of slices in the place of ``slices``, and hands them on."""
 
     def __init__(
-        self, manifest: Manifest, slices: Slices, executor: Executor, store: SliceStore
+        self,
+        manifest: Manifest,
+        slices: Slices,
+        executor: Executor,
+        store: SliceStore,
+        codes: CodedSlices,
     ) -> None:
         self.kinds = slices.kinds
         self._inner = slices
@@ -63,8 +69,8 @@ class ReplyCodecs:
         self._server = executor.host.index
         self._trace: TraceRecorder | None = executor.host.trace
         self._names = slice_names(manifest)
-        own = (piece for piece in manifest.slices() if piece.server == self._server)
-        coded = coded_slices(manifest, own)
+        coded = codes.coded
+        self._averages = codes.averages
         self._answers = {number: _Answer(each) for number, each in coded.items()}
         self._scratch: dict[int, memoryview] = {}  # by peer, for what arrives
         self._targets: dict[int, memoryview] = {}  # by peer, where that belongs, decoded
@@ -91,6 +97,8 @@ class ReplyCodecs:
         if answer is not None:
             # who pushes has the last answer: what is noted here is about the next one
             answer.is_average = bool(header.flags & Flag.GRADIENT)
+            if answer.is_average:
+                self._averages.note(header)
             if header.flags & (Flag.VALUE_CHANGED | Flag.EXPOSED):
                 answer.is_image_known = False
             target = self._targets.pop(peer.number, None)
@@ -111,7 +119,7 @@ class ReplyCodecs:
 
     # The sending threads.
     def encode(self, frame: SendFrame, raw: memoryview) -> memoryview:
-        """Of a reply with new values, the code of the difference."""
+        """Of a reply the code of its average, or of the difference to what workers have."""
         answer = self._answers.get(frame.slice)
         if answer is None or frame.step == 0 or not len(raw):
             return raw
@@ -136,17 +144,13 @@ class ReplyCodecs:
         if len(raw) != coded.raw_bytes:  # in full: there has been no update that would be cast
             answer.is_image_known = False
             return raw
-        if answer.is_average and not coded.reply_codec.exact:
-            return raw
         started_ns = 0 if self._trace is None else self._trace.now_ns()
-        values = coded.tensor_of(raw)
         data: memoryview | None
         if answer.is_average:
-            place = Place(frame.step, frame.slice, self._server)
-            data = coded.reply_codec.encode(values, {}, place)
+            data = self._averages.code(frame.slice, raw)
         else:
             place = Place(frame.step, frame.slice, self._workers)
-            data = self._difference(answer, values, place)
+            data = self._difference(answer, coded.tensor_of(raw), place)
         if self._trace is not None:
             about = {"step": frame.step, "slice_": frame.slice, "priority": frame.priority}
             name, size_bytes = self._names[frame.slice], len(raw if data is None else data)

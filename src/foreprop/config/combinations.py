@@ -70,6 +70,13 @@ def _beside(setting: str, *usual: object) -> Feature:
     return Feature(setting, test=test, shown=f"`{setting}`{more}, without `dedicated_servers`")
 
 
+def _may_be_dgc(config: Config) -> bool:
+    """`auto:dgc` may choose it."""
+    if is_automatic(config.compression):
+        return kind_of(str(config.compression).partition(":")[2]) == "dgc"
+    return any(kind_of(codec) == "dgc" for _, codec in config.codecs)
+
+
 FEATURES: Mapping[str, Feature] = {
     "p2p": Feature("architecture", ("p2p",)),
     "ring": Feature("architecture", ("ring",)),
@@ -124,6 +131,7 @@ FEATURES: Mapping[str, Feature] = {
         test=lambda config: config.compression and may_be_lossy(str(config.compression)),
         shown="`compression` of codecs that are not exact",
     ),
+    "dgc": Feature("compression", test=_may_be_dgc, shown="`compression` of `dgc`"),
     "lossy sums": Feature(
         "compression",
         test=lambda config: (
@@ -274,11 +282,17 @@ REFUSED: tuple[Refused, ...] = (
         "average the parameters with torch.optim.swa_utils.AveragedModel, or leave update out:"
         " then servers update",
     ),
+    _refused(
+        "workers",
+        "dgc",
+        "dgc accumulates the optimizer's momentum, which a step of the worker's would make again",
+        "use topk, or leave update out: then servers update, without momentum",
+    ),
     _not_yet(
         "workers",
-        "lossy codecs",
-        "codecs that are not exact send differences of values, which servers make",
-        "use the exact codec, compression='lossless', or leave update out: then servers update",
+        "lossy sums",
+        "collectives take each round of a step for a step, and residuals are of steps that count",
+        "use architecture='p2p' or 'ps', or leave update out: then each rank updates its shards",
     ),
     _refused(
         "tables beside workers",

@@ -43,7 +43,9 @@ from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
 from foreprop.errors import RemoteProtocolError
 
 _COMMON = Flag.VALUE_CHANGED | Flag.GRADIENT | Flag.MEASURE | -1 << ROUND_SHIFT
-"""Flags that are the same on all of a slice's pushes; one worker's ``EXPOSED`` is the node's."""
+"""Flags that are the same on all of a slice's pushes."""
+_ANYBODYS = Flag.EXPOSED | Flag.BUILDS_ON
+"""One worker's are the node's."""
 
 
 def workers_of_node(node: int, world_size: int, workers_per_node: int) -> Peers:
@@ -145,8 +147,8 @@ class PassedUpwards:
     def add(self, state: SliceState, push: PushArrived) -> Sequence[Any]:
         told = self._all.add(state, push)
         self.measures = bool(push.flags & Flag.MEASURE)
-        exposed = (self._common.get(push.slice, 0) | push.flags) & Flag.EXPOSED
-        self._common[push.slice] = push.flags & _COMMON | exposed
+        anybodys = (self._common.get(push.slice, 0) | push.flags) & _ANYBODYS
+        self._common[push.slice] = push.flags & _COMMON | anybodys
         return told
 
     def updated(self, state: SliceState, update: UpdateSlice, flags: int) -> Sequence[Any]:

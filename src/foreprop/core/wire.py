@@ -101,6 +101,7 @@ class Flag(IntEnum):
     LATE = MORE  # PUSH: of values newer than its step's; REPLY: the values are newer than that
     AVERAGES = 16  # STATE, STATE_PULL: moving averages instead of the optimizer's state
     MASTER = 32  # STATE_PULL: the values in full instead of the optimizer's state
+    BUILDS_ON = AVERAGES  # PUSH: what is averaged has the average of the round before in it
     ANEW = 64  # TABLE: forget first what has been kept; ROWS_PULL: the same, a relay's rows
     GRADIENT = 128  # PUSH: workers update: answer with the aggregated gradient
     MEASURE = 256  # PUSH: and tell every worker the sums of squares of all of them

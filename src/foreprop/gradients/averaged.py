@@ -89,6 +89,7 @@ class AveragedParameter:
         self._seen = SeenGradient(AverageReader(self))
         self._own = False  # ``p.grad`` is this rank's own, to be averaged
         self._fresh = False  # and was made by autograd since the last round
+        self._builds_on = False  # on an average that it had been
         self._is_seen_elsewhere = False  # ``p.grad`` is a part of a tensor that the user reads
         self._update: DeferredStep | None = None  # what `step()` has left to be done
         self._first_use = FirstUse(self, session)
@@ -163,9 +164,11 @@ class AveragedParameter:
                     together.close_round()
             if gradient is not seen.tensor():
                 self._is_seen_elsewhere = gradient._version > 0 and is_part_of_more(gradient)
-                self.discards = self.passes
+                self.discards, self._builds_on = self.passes, False
             elif gradient._version != seen.version + 1:
-                self.discards = self.passes  # it has been zeroed
+                self.discards, self._builds_on = self.passes, False  # it has been zeroed
+            elif self._in_rounds and not self._own:
+                self._builds_on = True
             self.passes += 1
             self._note_own(gradient)
             rounds.note_pass(self.passes)
@@ -229,7 +232,8 @@ class AveragedParameter:
         dropped = self._own and self.parameter.grad is None  # by hand: the step leaves it out
         self._own = False
         self._in_rounds = True
-        self._part.begin(gradient, dropped=dropped)
+        self._part.begin(gradient, dropped=dropped, builds_on=self._builds_on)
+        self._builds_on = False
 
     def leave_out(self) -> None:
         """The round is closed before its gradient has left: it is averaged in the next one."""

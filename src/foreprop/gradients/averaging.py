@@ -37,7 +37,7 @@ class Rounds:
     def __init__(self, fixed_passes: int | None = None, *, counts_rounds: bool = False) -> None:
         """``fixed_passes``: backward passes per step as the user says; None: to be learned.
 
-        ``counts_rounds``: collectives know no rounds of a step: each is a step of its own.
+        ``counts_rounds``: who makes the averages knows no rounds of a step: each is one itself.
         """
         self.serial = 1
         """Of this round, counted from the session's start."""
@@ -117,10 +117,10 @@ class Averaging:
     """What the averaged parameters of one session have in common. Training thread."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, fixed_passes: int | None, *, collectives: bool
+        self, optimizer: torch.optim.Optimizer, fixed_passes: int | None, *, counts_rounds: bool
     ) -> None:
-        """``collectives``: make the averages, for which each round is a step of their own."""
-        self.rounds = Rounds(fixed_passes, counts_rounds=collectives)
+        """``counts_rounds``: see `Rounds`."""
+        self.rounds = Rounds(fixed_passes, counts_rounds=counts_rounds)
         self.settling = threading.RLock()
         """Held while gradients or updates are made visible: any thread may want them."""
         self.measures = False
@@ -144,9 +144,9 @@ class Averaging:
         self._optimizer = optimizer
         self._fixed_passes = fixed_passes
 
-    def connect(self, *, collectives: bool) -> None:
+    def connect(self, *, counts_rounds: bool) -> None:
         """Another backend makes the averages. No round is under way."""
-        before, self.rounds = self.rounds, Rounds(self._fixed_passes, counts_rounds=collectives)
+        before, self.rounds = self.rounds, Rounds(self._fixed_passes, counts_rounds=counts_rounds)
         self.rounds.go_on(before)
         self.measures, self._measured_before, self.nothing_left = False, 0, None
         self.known |= {id(each.parameter): each for each in self.parameters}

@@ -108,8 +108,13 @@ class RoundPart:
         """Whether the pack is to wait for it: it comes at the end of the step at the latest."""
         return self.is_counted or (self._owner.wanted and self.is_expected)
 
-    def begin(self, gradient: torch.Tensor | None, *, dropped: bool) -> None:
-        """Have the gradient averaged; None: this rank has none. The last round must be over."""
+    def begin(
+        self, gradient: torch.Tensor | None, *, dropped: bool, builds_on: bool = False
+    ) -> None:
+        """Have the gradient averaged; None: this rank has none. The last round must be over.
+
+        ``builds_on``: the gradient has the last round's average in it.
+        """
         dense = None
         if gradient is not None and self.pack is None:
             dense = self.as_dense(gradient)  # first: it may refuse it
@@ -124,7 +129,7 @@ class RoundPart:
         if dense is None:
             self._owner.memory.pass_by(self._pushing(Flag.GRADIENT | Flag.NO_GRADIENT))
             return
-        push = self._pushing(Flag.GRADIENT)
+        push = self._pushing(Flag.GRADIENT | (Flag.BUILDS_ON if builds_on else 0))
 
         def send(its_bytes: Any) -> None:
             self._held.hold(dense, its_bytes)

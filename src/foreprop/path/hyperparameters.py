@@ -12,13 +12,14 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from foreprop.core.agreement import describe_groups
+from foreprop.core.codec import is_exact
 from foreprop.core.decoding import decoded
 from foreprop.core.manifest import Hyperparameters, Manifest, Number
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError, TrainingLoopError
 from foreprop.link.connection import Connection, bounded
 from foreprop.path.executor import Executor
-from foreprop.path.optimizer import with_scale
+from foreprop.path.optimizer import scale_of, with_scale
 
 Groups = tuple[Hyperparameters, ...]
 
@@ -97,6 +98,11 @@ class HyperparameterHistory:
             del self._agreed[next(iter(self._agreed))]
         return said[0]
 
+    def said(self, peer: int, step: int) -> Groups:
+        """What this peer has said up to this step, whatever others say; nothing yet: none."""
+        known = [groups for announced, groups in self._said[peer] if announced <= step]
+        return known[-1] if known else ()
+
     def _differ(self, step: int, peers: tuple[int, int], first: Groups, second: Groups) -> None:
         ranks = (self._ranks[peers[0]], self._ranks[peers[1]])
         text = describe_groups(step, ranks, first, second)
@@ -143,8 +149,10 @@ class AnnouncedNumbers:
         newcomers: Collection[int] | None = None,
         pass_on: Callable[[Header, memoryview], None] | None = None,
     ) -> None:
-        scale = 1.0 if manifest.knobs.aggregation.skip_nonfinite else None
-        self._groups = with_scale(manifest.optimizer.groups, scale)
+        begun_with, knobs = manifest.optimizer.groups, manifest.knobs
+        told = not begun_with and not is_exact(knobs.compression)  # by `PushCodecs.tell_scale`
+        scale = 1.0 if told or knobs.aggregation.skip_nonfinite else None
+        self._groups = with_scale(begun_with, scale)
         """What the numbers look like."""
         ranks = [ranks.start for ranks in executor.peers.ranks]
         apart = bool(manifest.knobs.staleness)
@@ -153,6 +161,11 @@ class AnnouncedNumbers:
         self._pass_on = pass_on
         self.at = self.history.at
         """What holds for a step; raises `ForepropError`. Called with the lock held."""
+
+    def scale_at(self, step: int) -> float:
+        """The loss's, as the first peer has it: others' loops may not show theirs."""
+        with self._lock:
+            return scale_of(self.history.said(0, step))
 
     def room(self, peer: Connection, header: Header) -> memoryview:
         return bounded(header, _LIMIT_BYTES)

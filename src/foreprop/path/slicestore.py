@@ -119,6 +119,9 @@ class Codes(Protocol):
 
     def after_sum(self, slice_: int, total: torch.Tensor) -> torch.Tensor: ...
 
+    def as_answered(self, slice_: int, average: torch.Tensor) -> torch.Tensor:
+        """An average as workers will have it, flat."""
+
 
 class SliceStore:
     """The tensors of one server's slices.
@@ -318,6 +321,8 @@ class SliceStore:
         if not measure:
             return ()
         own = tensors.extent.part(kept.tensor)
+        if self._codes is not None:
+            own = self._codes.as_answered(slice_, own)
         return tuple(square_sum(own[a:b]) for a, b in self._places_of(tensors.piece))
 
     def _apply(

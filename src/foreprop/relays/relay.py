@@ -128,9 +128,11 @@ class RelayWork:
         yield goodbyes
 
     def _use_codecs(self, owners: Receivers) -> Encode:
-        from foreprop.relays.sumcodecs import KeptResiduals, SumCodecs
+        from foreprop.compression.keptresiduals import KeptResiduals
+        from foreprop.relays.sumcodecs import SumCodecs
 
-        codecs = SumCodecs(self._manifest, self._executor, owners[Kind.REPLY], self._settings.at)
+        scale_at = self._settings.scale_at
+        codecs = SumCodecs(self._manifest, self._executor, owners[Kind.REPLY], scale_at)
         kept = KeptResiduals(codecs.residuals, self._executor, owners[Kind.STATE])
         owners.put_before(codecs)
         owners.put_before(kept)

@@ -8,18 +8,17 @@ asks for it when it saves a checkpoint, and brings it back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from foreprop.compression.choosing import check_code, coded_slices
-from foreprop.compression.residuals import Residuals
+from foreprop.compression.residuals import Residuals, round_of
 from foreprop.core.frames import SendFrame
-from foreprop.core.manifest import SCALE, Manifest
+from foreprop.core.manifest import Manifest
 from foreprop.core.shards import slice_names
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection, FrameOwner
 from foreprop.observe.trace import CodecStage
 from foreprop.path.executor import Executor
-from foreprop.path.slices import SettingsAt
-from foreprop.path.tensors import decode_state, encode_state
 
 
 class SumCodecs:
@@ -28,14 +27,16 @@ class SumCodecs:
     kinds = frozenset({Kind.REPLY})
 
     def __init__(
-        self, manifest: Manifest, executor: Executor, inner: FrameOwner, settings_at: SettingsAt
+        self,
+        manifest: Manifest,
+        executor: Executor,
+        inner: FrameOwner,
+        scale_at: Callable[[int], float],
     ) -> None:
         self._inner = inner
-        self._lock = executor.lock
         self._trace = executor.host.trace
         self._names = slice_names(manifest)
-        self._settings_at = settings_at
-        self._is_scaled = manifest.knobs.aggregation.skip_nonfinite
+        self._scale_at = scale_at
         own = (piece for piece in manifest.slices() if piece.server == executor.host.index)
         self._slices = coded_slices(manifest, own)
         rank = executor.peers.first_rank(0)
@@ -44,13 +45,17 @@ class SumCodecs:
     # The sending threads.
     def encode(self, frame: SendFrame, raw: memoryview) -> memoryview:
         """Of a sum, its code."""
-        if frame.slice not in self._slices or not len(raw):
+        coded = self._slices.get(frame.slice)
+        if coded is None:
+            return raw
+        self.residuals.announce(frame.step, self._scale_at(frame.step))
+        in_round = frame.flags & Flag.GRADIENT
+        if in_round:
+            builds_on = bool(frame.flags & Flag.BUILDS_ON)
+            self.residuals.follow(frame.slice, round_of(frame), builds_on=builds_on)
+        if not len(raw) or (in_round and coded.average_codec is None):
             return raw
         started_ns = 0 if self._trace is None else self._trace.now_ns()
-        if self._is_scaled:
-            with self._lock:
-                *_, scale = self._settings_at(frame.step)
-            self.residuals.announce(frame.step, float(scale[SCALE]))  # type: ignore[arg-type]
         data = self.residuals.encoded(frame, raw)
         if self._trace is not None:
             about = {"step": frame.step, "slice_": frame.slice, "priority": frame.priority}
@@ -70,38 +75,3 @@ class SumCodecs:
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         self._inner.on_frame(peer, header, payload)
-
-
-class KeptResiduals:
-    """Owns states in the place of `passing.PassedStates`, ``inner``: residuals end here."""
-
-    kinds = frozenset({Kind.STATE, Kind.STATE_PULL})
-
-    def __init__(self, residuals: Residuals, executor: Executor, inner: FrameOwner) -> None:
-        self._residuals = residuals
-        self._executor = executor
-        self._inner = inner
-
-    def room(self, peer: Connection, header: Header) -> memoryview:
-        if header.flags & Flag.RESIDUAL:
-            self._elems(header)
-        return self._inner.room(peer, header)
-
-    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
-        """The node's first worker is between two steps, so no sum of its node is on its way."""
-        number, residuals = header.slice, self._residuals
-        if not header.flags & Flag.RESIDUAL:
-            self._inner.on_frame(peer, header, payload)
-        elif peer.number != 0:
-            raise RemoteProtocolError(f"rank {peer.rank} is not its node's first, and asks for it")
-        elif header.kind == Kind.STATE_PULL:
-            data = encode_state(residuals.get(number))
-            self._executor.answer(peer.number, Kind.STATE_REPLY, header, data)
-        else:
-            residuals.put(number, decode_state(payload, elems=self._elems(header)))
-
-    def _elems(self, header: Header) -> int:
-        elems = self._residuals.elems(header.slice)
-        if elems is None:
-            raise RemoteProtocolError(f"no codec of this relay is for slice {header.slice}")
-        return elems

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from foreprop.buddies.recovery import Recovery
     from foreprop.buddies.substitutes import Substitution
     from foreprop.compression.images import CodedSlices
+    from foreprop.compression.keptresiduals import KeptResiduals
     from foreprop.compression.replycodecs import ReplyCodecs
     from foreprop.elastic.admission import Admission
     from foreprop.elastic.counting import Counting
@@ -170,27 +171,27 @@ class _Composition:
             owners = [piece.server for piece in slices if manifest.is_served(piece)]
             owners += [shard.server for shard in self._shards]
             self._barrier = StepBarrier(owners.count(host.index))
-        codes = self._maybe_codes(slices, host.index)
         self._counting = counting = self._maybe_counting(slices, host.index)
         apart = counting or self._maybe_apart(slices, host.index)
         self._is_plain = apart is None
         self._machine = self._make_machine(slices, host.index) if apart is None else apart.machine
         thread_name = f"foreprop-server{host.index}-send"
         self._executor = Executor(self._machine, host, peers, connections, thread_name)
+        newcomers = None if counting is None else counting.newcomers
+        self._settings = AnnouncedNumbers(manifest, self._executor, newcomers=newcomers)
+        codes = self._maybe_codes(slices, host.index)
         self._store: SliceStore
         if apart is None:
             self._store = store_class(manifest, slices, host.index, codes=codes)
         else:
             self._store = apart.store
-        newcomers = None if counting is None else counting.newcomers
-        self._settings = AnnouncedNumbers(manifest, self._executor, newcomers=newcomers)
         about = (self._machine, self._executor, self._store)
         self._updates = Updates(*about, self._settings.at, names)
         self._slices = Slices(*about, names, check=self._finite_check())
         self._frames: Service = self._slices
         self._codecs: ReplyCodecs | None = None
         if codes is not None:
-            self._frames = self._codecs = self._make_codecs()
+            self._frames = self._codecs = self._make_codecs(codes)
         self._waits = Waits([self._slices], self._barrier)
         self._goodbyes = Goodbyes(self._executor)
         self._admission = None if counting is None else counting.admission
@@ -199,6 +200,8 @@ class _Composition:
         about_all = (names, self._executor, self._waits, counting, self._recovery)
         receivers = Receivers()
         receivers.add(*self._services())
+        if codes is not None:
+            receivers.put_before(self._make_kept(codes, receivers[Kind.STATE]))
         self.work = ServerWork(receivers, *about_all)
         replies = self._slices.payload_of if apart is None else apart.payload_of
         self._executor.use(self._pipeline(replies))
@@ -267,7 +270,7 @@ class _Composition:
             return None
         from foreprop.compression.images import CodedSlices
 
-        return CodedSlices(self._manifest, slices, index)
+        return CodedSlices(self._manifest, slices, index, self._settings.scale_at)
 
     def _maybe_counting(self, slices: Sequence[Slice], index: int) -> Counting | None:
         knobs = self._manifest.knobs
@@ -296,10 +299,15 @@ class _Composition:
         about = (counting, own, index, self._substitution, self._connections)
         return Recovery(*about, every=every, session=self._manifest.session)
 
-    def _make_codecs(self) -> ReplyCodecs:
+    def _make_codecs(self, codes: CodedSlices) -> ReplyCodecs:
         from foreprop.compression.replycodecs import ReplyCodecs
 
-        return ReplyCodecs(self._manifest, self._slices, self._executor, self._store)
+        return ReplyCodecs(self._manifest, self._slices, self._executor, self._store, codes)
+
+    def _make_kept(self, codes: CodedSlices, states: FrameOwner) -> KeptResiduals:
+        from foreprop.compression.keptresiduals import KeptResiduals
+
+        return KeptResiduals(codes.averages.residuals, self._executor, states, averages=True)
 
     def _make_rows(self) -> RowServer:
         from foreprop.tables.service import RowServer

@@ -63,6 +63,7 @@ class Belongings:
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
     ) -> None:
         self.model = model
+        self.has_optimizer = optimizer is not None
         self.optimizer = optimizer or torch.optim.SGD(model.parameters())
         self._own = list(named_parameters(model, self.optimizer))
         self.optimized = len(self._own)

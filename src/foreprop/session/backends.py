@@ -135,6 +135,12 @@ class Backends:
         for backend in self.all:
             backend.announce(step)
 
+    def tell_scale(self, step: int, inverse: torch.Tensor) -> None:
+        """Before this step: by what the loop's scaler has multiplied the last averages."""
+        for backend in self.all:
+            if backend.codecs is not None:
+                backend.codecs.tell_scale(step, inverse)
+
     def drop_state(self) -> None:
         """After ``optimizer.state_dict()``: what servers have leaves the user's optimizer."""
         for backend in self.all:
@@ -250,7 +256,7 @@ def connect(training: Training, row_wise: Collection[str]) -> None:
     training.parameters, training.tables = [], []
     training.remote = None
     if training.averaging is not None:
-        training.averaging.connect(collectives=not is_served(training.config))
+        training.averaging.connect(counts_rounds=_counts_rounds(training))
     training.first = FirstStep(training)
     if training.world.local_size < training.world.size:
         from foreprop.session.suitedslices import suit_slices
@@ -354,9 +360,15 @@ def averaging_of(training: Training) -> Averaging:
         training.averaging = Averaging(
             training.user.optimizer,
             training.fixed_passes,
-            collectives=not is_served(training.config),
+            counts_rounds=_counts_rounds(training),
         )
     return training.averaging
+
+
+def _counts_rounds(training: Training) -> bool:
+    """Whether each round is a step: of collectives, or as nobody tells codecs which ones count."""
+    config = training.config
+    return not is_served(config) or (bool(config.codecs) and not training.user.has_optimizer)
 
 
 def replica_check_for(training: Training) -> ReplicaCheck | None:

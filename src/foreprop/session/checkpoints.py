@@ -16,9 +16,9 @@ from foreprop.numerics.moving_average import averaged_state_dict, averages_from
 from foreprop.path.tensors import AVERAGE
 
 if TYPE_CHECKING:
-    from foreprop.collectives.codedsums import CodedSums
     from foreprop.collectives.local_update import LocalState
-    from foreprop.compression.pushcodecs import PushCodecs
+    from foreprop.compression.noderesiduals import NodeResiduals, ServersResiduals
+    from foreprop.compression.residuals import Residuals
     from foreprop.servers.servedstate import ServedState
     from foreprop.session.training import Training
     from foreprop.tables.remote import RemoteTable
@@ -109,16 +109,20 @@ class Checkpoints:
 
     # What lossy codecs have kept back.
     def state_dict(self) -> dict[str, Any]:
-        self._training.flush()
+        training = self._training
+        training.flush()
+        averaging = training.averaging
+        step = training.completed + 1 if averaging is None else averaging.rounds.step
         found: dict[str, Any] = {}
-        for codecs in self._codecs():
-            found.update(codecs.residuals.whole())
+        for kept in self._kept():
+            for name, arrays in kept.whole(step).items():
+                found.setdefault(name, {}).update(arrays)
         return {"residuals": found}
 
     def replace_residuals(self, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """This rank's own, by parameter, where the backend is another one."""
-        for codecs in self._codecs():
-            codecs.residuals.replace(whole)
+        for kept in self._kept():
+            kept.replace(whole)
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         from foreprop.compression.residuals import check_states, divided, entries
@@ -129,10 +133,9 @@ class Checkpoints:
         world, averages = training.world, training.config.reduction == "mean"
         training.flush()
         taken: set[tuple[str, str]] = set()
-        for codecs in self._codecs():
-            ranks = codecs.residuals.ranks
-            own = divided(states, ranks=ranks, world_size=world.size, averages=averages)
-            taken |= codecs.residuals.replace(own)
+        for kept in self._kept():
+            own = divided(states, ranks=kept.ranks, world_size=world.size, averages=averages)
+            taken |= kept.replace(own)
         given = {(name, key) for state in states for name, key, _ in entries(state)}
         if world.rank == 0 and (lost := sorted({name for name, _ in given - taken})):
             LOGGER.warning(
@@ -141,9 +144,10 @@ class Checkpoints:
                 *(", ".join(lost), training.config.compression),
             )
 
-    def _codecs(self) -> list[PushCodecs | CodedSums]:
-        backends = self._training.backends.all
-        return [backend.codecs for backend in backends if backend.codecs is not None]
+    def _kept(self) -> Iterator[Residuals | NodeResiduals | ServersResiduals]:
+        for backend in self._training.backends.all:
+            if backend.codecs is not None:
+                yield from backend.codecs.kept
 
     def _by_number(
         self, pull: Callable[[KeptState], Sequence[torch.Tensor]]

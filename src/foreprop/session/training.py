@@ -455,6 +455,8 @@ class Training:
         if self.averaging is not None:
             self.averaging.end_step(learning=self.learning)
             rounds = self.averaging.rounds.step - 1
+            if (inverse := self.averaging.unscaled_by) is not None:
+                self.backends.tell_scale(rounds + 1, inverse)
         self.completed = step
         for table in self.tables:
             table.prefetch()
