@@ -20,7 +20,7 @@ from foreprop.compression.choosing import SliceCodec, check_code, coded_slices, 
 from foreprop.compression.images import bits_of, move_image, word_sum
 from foreprop.compression.noderesiduals import NodeResiduals, ServersResiduals
 from foreprop.compression.residuals import Residuals, round_of
-from foreprop.core.codec import Place, is_exact
+from foreprop.core.codec import Place, is_exact, kind_of
 from foreprop.core.frames import SendFrame
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError, TrainingLoopError
@@ -80,6 +80,12 @@ class PushCodecs:
         if scale == self._told_scale or is_exact(manifest.knobs.compression):
             return
         self._told_scale = scale
+        if any(kind_of(codec) == "sign" for _, codec in manifest.knobs.compression):
+            raise TrainingLoopError(
+                f"a GradScaler has divided the averages by {scale:g}; votes of signs have no scale."
+                " Give the scaler to parallelize(..., scaler=scaler, update='servers'), where it is"
+                " taken out before, or use another codec than sign"
+            )
         self.residuals.announce(step, scale)
         if not manifest.optimizer.groups:
             data = msgspec.json.encode(with_scale((), scale))
