@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from experiments.accuracy.tasks import Examples, Task
-from foreprop.compression.codecs import make, make_for_replies
+from foreprop.compression.codecs import make, make_for_replies, maybe_for_averages
 from foreprop.compression.dgc import DgcTraining
 from foreprop.compression.onebit import vote
 from foreprop.core.codec import Codec, Place, takes
@@ -55,8 +55,13 @@ class _Slice:
         image: torch.Tensor,
         codecs: Sequence[Codec[torch.Tensor]],
         ranks: int,
+        *,
+        averages: bool,
     ) -> None:
         self.number = number
+        self.averages = averages and bool(codecs)
+        """Are what is answered."""
+        self._kept = codecs[1].new_state(len(image)) if self.averages else {}
         self.image = image
         """A view of the model's parameter: all ranks have this one."""
         self.master = nn.Parameter(image.clone())
@@ -74,8 +79,14 @@ class _Slice:
             self._through(0, gradient, self.states[rank], place) if self.codecs else gradient
         )
 
+    def shown(self, average: torch.Tensor, step: int) -> torch.Tensor:
+        """What the update is made with."""
+        if not self.averages:
+            return average
+        return self._through(1, average, self._kept, Place(step, self.number, -1))
+
     def answer(self, step: int) -> None:
-        if not self.codecs:
+        if not self.codecs or self.averages:
             self.image.copy_(self.master.detach())
             return
         difference = self.master.detach() - self.image
@@ -92,9 +103,19 @@ class _Slice:
 
 
 def train(
-    task: Task, name: str, seed: int, *, ranks: int = 2, scores: int = 1, step_s: float = 0.0
+    task: Task,
+    name: str,
+    seed: int,
+    *,
+    ranks: int = 2,
+    scores: int = 1,
+    step_s: float = 0.0,
+    averages: bool = False,
 ) -> Outcome:
-    """With the codec ``name``; the learning rate falls to 0 in a line, over the task's epochs."""
+    """With the codec ``name``; the learning rate falls to 0 in a line, over the task's epochs.
+
+    ``averages``: workers update, and gradients' averages are answered.
+    """
     data, test = task.load()
     torch.manual_seed(seed)
     model = task.build()
@@ -105,7 +126,7 @@ def train(
         pushes=ranks,
         warmup_steps=max(1, int(WARM_UP * steps / _WARM_UP_STAGES)),
     )
-    slices = [*_slices_of(model, name, training, ranks)]
+    slices = [*_slices_of(model, name, training, ranks, averages=averages)]
     optimizer = torch.optim.SGD(
         _groups(name, slices, task), lr=task.sign_lr if name == "sign" else task.lr
     )
@@ -119,7 +140,8 @@ def train(
             for piece, gradient in zip(slices, parts, strict=True):
                 piece.push(gradient, step, rank)
         for piece in slices:
-            piece.master.grad = vote(piece.total) if name == "sign" else piece.total / ranks
+            average = vote(piece.total) if name == "sign" else piece.total / ranks
+            piece.master.grad = piece.shown(average, step)
         optimizer.step()
         schedule.step()
         with torch.no_grad():
@@ -159,14 +181,18 @@ def gradient_of(task: Task, model: nn.Module, examples: Examples) -> torch.Tenso
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def _slices_of(model: nn.Module, name: str, training: DgcTraining, ranks: int) -> Iterator[_Slice]:
+def _slices_of(
+    model: nn.Module, name: str, training: DgcTraining, ranks: int, *, averages: bool
+) -> Iterator[_Slice]:
     number = 0
     for parameter in model.parameters():
         codecs: list[Codec[torch.Tensor]] = []
         if name != EXACT and takes(name, parameter.shape):
-            codecs = [make(name, training), make_for_replies(name, ranks, training)]
+            answers = maybe_for_averages(name, ranks) if averages else None
+            replies = answers or make_for_replies(name, ranks, training)
+            codecs = [make(name, training), replies]
         for image in torch.split(parameter.detach().view(-1), SLICE_ELEMS):
-            yield _Slice(number, image, codecs, ranks)
+            yield _Slice(number, image, codecs, ranks, averages=averages)
             number += 1
 
 
