@@ -226,7 +226,7 @@ def test_stopped_at_any_border(tmp_path: Path, architecture: str, stop_at: int) 
     check_goes_on(2, tmp_path, stop_at, first, every=3, evaluates=True, settings=settings)
 
 
-BOTH = "averages, half the bytes"
+BOTH, LOSSY = "averages, half the bytes", "lossy averages of gradients"
 SETTINGS: dict[str, dict[str, Any]] = {
     "averages": {"architecture": "p2p", "ema": 0.9},
     BOTH: {
@@ -238,6 +238,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "averages in a ring": {"architecture": "ring", "ema": 0.9},
     "clipped by norm": {"architecture": "p2p", "clip_grad_norm": 0.1},
     "exact codec": {"architecture": "p2p", "compression": "lossless"},
+    LOSSY: {"architecture": "p2p", "compression": "int4"},
     "half the bytes": {"architecture": "p2p", "wire_dtype": "bfloat16", "update": "servers"},
     "half the bytes in a ring": {"architecture": "ring", "wire_dtype": "bfloat16"},
 }
@@ -246,7 +247,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @once
 @pytest.mark.parametrize(
     "name",
-    [BOTH, *long_cases(*sorted(SETTINGS.keys() - {BOTH}))],
+    [BOTH, LOSSY, *long_cases(*sorted(SETTINGS.keys() - {BOTH, LOSSY}))],
 )
 def test_with_what_servers_keep_beside(tmp_path: Path, name: str) -> None:
     check_goes_on(2, tmp_path, 10, 8, optimizer="adam", settings=SETTINGS[name])
@@ -467,7 +468,7 @@ def test_workers_apart_are_saved_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["int8", *long_cases("topk:0.2")])
 def test_residuals_of_codecs_go_on(tmp_path: Path, codec: str) -> None:
     """Not to the bit, as a session's first step differs; but nothing that was kept back is lost."""
-    settings = {"architecture": "p2p", "compression": codec}
+    settings = {"architecture": "p2p", "compression": codec, "update": "servers"}
     stop(2, Training(tmp_path, stop_at=10, settings=settings))
     saved = CheckpointFolder(tmp_path).newest(lambda _: None)
     assert saved is not None

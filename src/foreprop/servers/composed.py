@@ -198,11 +198,7 @@ class _Composition:
         if counting is not None:
             counting.begin(self._executor, connections, self._settings.history.unlike)
         about_all = (names, self._executor, self._waits, counting, self._recovery)
-        receivers = Receivers()
-        receivers.add(*self._services())
-        if codes is not None:
-            receivers.put_before(self._make_kept(codes, receivers[Kind.STATE]))
-        self.work = ServerWork(receivers, *about_all)
+        self.work = ServerWork(self._receivers(codes), *about_all)
         replies = self._slices.payload_of if apart is None else apart.payload_of
         self._executor.use(self._pipeline(replies))
 
@@ -230,6 +226,13 @@ class _Composition:
             turns=turns_of(knobs.lanes, index, peers.count),
             closing=AllMembers,
         )
+
+    def _receivers(self, codes: CodedSlices | None) -> Receivers:
+        receivers = Receivers()
+        receivers.add(*self._services())
+        if codes is not None:
+            receivers.put_before(self._make_kept(codes, receivers[Kind.STATE]))
+        return receivers
 
     def _services(self) -> Iterator[Service]:
         executor, manifest = self._executor, self._manifest
