@@ -26,10 +26,10 @@ from tests.cluster import run_cluster, worlds
 
 torch.set_num_threads(1)
 
-_in_a_ring = Config.resolve().architecture == "ring"
+in_a_ring = Config.resolve().architecture == "ring"
 """`make test-all` runs this folder once more, with FOREPROP_ARCHITECTURE=ring."""
-servers_only = pytest.mark.skipif(_in_a_ring, reason="about servers; this run is with a ring")
-once = pytest.mark.skipif(_in_a_ring, reason="names its architecture, and has run with it")
+servers_only = pytest.mark.skipif(in_a_ring, reason="about servers; this run is with a ring")
+once = pytest.mark.skipif(in_a_ring, reason="names its architecture, and has run with it")
 
 by_servers = pytest.mark.usefixtures("servers_update")
 """About servers that update: the test's sessions have ``update="servers"``, if they say nothing."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from foreprop.errors import TrainingLoopError
 from tests.conformance.averaging_by_hand import Average, ReadingLoop, check_contract
-from tests.conformance.parity import Batch, once, seeded, small_model
+from tests.conformance.parity import Batch, in_a_ring, once, seeded, small_model
 
 pytestmark = pytest.mark.timeout(900)
 MOST_PASSES = 3
@@ -247,7 +247,7 @@ def test_many_more_loops(part: int) -> None:
         st.sampled_from(sorted(MAKERS)),
         LOOPS,
         st.sampled_from(STARTS),
-        st.sampled_from([{}, IN_PIECES]),
+        st.sampled_from([{}, IN_PIECES, *([] if in_a_ring else [{"compression": "lossless"}])]),
     )
     def check(maker: str, steps: list[Step], start: str, about: dict[str, Any]) -> None:
         check_loop(maker, steps, start, **about)

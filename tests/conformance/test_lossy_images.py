@@ -1,4 +1,4 @@
-"""Lossy codecs, by servers that update: all have the same bits after every step, and lose nothing."""
+"""Lossy codecs where servers update: all have the same bits after every step, and lose nothing."""
 
 from __future__ import annotations
 

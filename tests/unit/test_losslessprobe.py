@@ -48,6 +48,15 @@ def test_the_mean_of_both_ways_in_the_step_that_is_asked_for() -> None:
     assert probe.shares()["p0"] < 0.8
 
 
+def test_where_workers_update_averages_shrink_as_gradients_do() -> None:
+    torch.manual_seed(0)
+    parameter = watched(0, torch.randn(40, 50))
+    probe = LosslessProbe([parameter], at=1, by_workers=True)
+    step(probe, [parameter])
+    left = left_of(parameter.parameter.grad)
+    assert probe.shares() == {"p0": pytest.approx(left / (4 * 2000))}
+
+
 def test_of_large_ones_a_part_from_the_middle() -> None:
     values = torch.zeros(200_000)
     values[75_000:125_000] = torch.randn(50_000)

@@ -1,7 +1,8 @@
 """What the exact codec leaves of this training's own bytes: a sample of each parameter's.
 
-In the last step that is watched. A push is the gradient; a reply the difference in bits between two
-values, as a server would send it. Both have the same bytes raw, so their mean share is what counts.
+In the last step that is watched. A push is the gradient. A reply is an average, of which as much is
+left as of a gradient, or where servers update the difference in bits between two values. Both ways
+have the same bytes raw, so their mean share is what counts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _ANYWHERE = Place(0, 0, 0)
 class LosslessProbe:
     """``at``: the watched step, counted from 1, of which samples are taken."""
 
-    def __init__(self, parameters: Sequence[Watched], *, at: int) -> None:
+    def __init__(self, parameters: Sequence[Watched], *, at: int, by_workers: bool = False) -> None:
+        self._by_workers = by_workers
         wide = [p for p in parameters if p.parameter.dtype == torch.float32]
         self._parameters = [p for p in wide if p.parameter.numel()]
         self._left = at
@@ -61,21 +63,26 @@ class LosslessProbe:
         except ConfigError:
             return {}
         return {
-            p.name: _share(codec, self._gradients[p.index], self._before[p.index], p.parameter)
+            p.name: _share(codec, self._gradients[p.index], self._moves(p))
             for p in self._parameters
             if p.index in self._gradients
         }
 
+    def _moves(self, p: Watched) -> list[torch.Tensor]:
+        """What crosses of its values."""
+        if self._by_workers:
+            return []
+        before, now = self._before[p.index], _sample(p.parameter)
+        bits = before.cpu().view(torch.int32) ^ now.cpu().view(torch.int32)
+        return [bits.view(torch.float32)]
 
-def _share(
-    codec: Lossless, gradient: torch.Tensor, before: torch.Tensor, parameter: torch.Tensor
-) -> float:
-    bits = before.cpu().view(torch.int32) ^ _sample(parameter).cpu().view(torch.int32)
-    left_bytes = 0
-    for values in (gradient.cpu(), bits.view(torch.float32)):
-        raw_bytes = 4 * values.numel()
-        left_bytes += min(raw_bytes, len(codec.encode(values, {}, _ANYWHERE)))
-    return max(_LEAST_SHARE, left_bytes / (2 * 4 * before.numel()))
+
+def _share(codec: Lossless, gradient: torch.Tensor, moves: Sequence[torch.Tensor]) -> float:
+    left_bytes = raw_bytes = 0
+    for values in (gradient.cpu(), *moves):
+        raw_bytes += values.nbytes
+        left_bytes += min(values.nbytes, len(codec.encode(values, {}, _ANYWHERE)))
+    return max(_LEAST_SHARE, left_bytes / raw_bytes)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

@@ -104,8 +104,12 @@ class Planning:
         name: str,
         *,
         servable: bool,
+        by_workers: bool = False,
     ) -> None:
-        """``candidates``: tables that may go by rows; ``servable``: as `can_be_served` says."""
+        """``candidates``: tables that may go by rows; ``servable``: as `can_be_served` says.
+
+        ``by_workers``: they update.
+        """
         self._config = config
         self._world = world
         self._infos = infos
@@ -120,7 +124,10 @@ class Planning:
         self.probe: StepProbe | None = None
         if self._obstacle is None:
             sampled = is_automatic(config.compression) and world.rank == 0
-            lossless = LosslessProbe(parameters, at=MEASURED_STEPS - 1) if sampled else None
+            lossless = None
+            if sampled:
+                at = MEASURED_STEPS - 1
+                lossless = LosslessProbe(parameters, at=at, by_workers=by_workers)
             self.probe = StepProbe(parameters, lossless)
         self._steps = 0
 

@@ -1,11 +1,12 @@
 """What a codec is: fewer bytes for a slice, and what it keeps from step to step.
 
 Theory of operation. A worker encodes each slice of its gradient when its turn to be sent has come,
-the server decodes it before the sum in rank order. A server encodes the *difference* between the
-new values and the image, the values that all workers have: of an exact codec the exclusive or of
-the bits, of another one the arithmetic difference. Both sides then move the image by what was
+the server decodes it before the sum in rank order. Where workers update, a server encodes the
+average, once for all, with error feedback of its own. Otherwise it encodes the *difference* between
+the new values and the image, the values that all workers have: of an exact codec the exclusive or
+of the bits, of another one the arithmetic difference. Both sides then move the image by what was
 decoded, so it is the same bits everywhere after every step. An error that stays between master and
-image is in the next difference: replies need no error feedback of their own.
+image is in the next difference: these replies need no error feedback.
 
 The bytes are the shell's (`foreprop.compression`); ``Array`` is ``torch.Tensor`` there.
 """

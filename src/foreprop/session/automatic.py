@@ -28,6 +28,7 @@ class Automatic:
             training.user.candidates,
             type(training.user.model).__name__,
             servable=can_be_served(training.user.optimizer),
+            by_workers=training.by_workers,
         )
         training.probe = self._planning.probe
 
