@@ -13,6 +13,9 @@ from benchmarks.compressed import measure_compression, measure_on_gradients
 from benchmarks.exchange import Exchange, measure_exchange
 from benchmarks.jitter import simulate_jitter
 from benchmarks.loopback import MODELS, measure_loopback
+from benchmarks.memory import KINDS as MEMORY_KINDS
+from benchmarks.memory import PARAMETERS as MEMORY_PARAMETERS
+from benchmarks.memory import measure_memory
 from benchmarks.overhead import measure_replica_check, measure_scheduling, measure_waiting
 from benchmarks.plain import measure_alone
 from benchmarks.tables import measure_tables
@@ -137,6 +140,45 @@ def loopback(
     for cost in costs:
         cpu = [f"{used_s * 1e3:.1f}" for used_s in cost.cpu]
         shown.add_row(cost.model, cost.kind, f"{cost.step_s * 1e3:.1f}", f"{cost.ratio:.2f}", *cpu)
+    print_table(console(), shown)
+
+
+@bench.command("memory", cls=CheckedCommand)
+def memory(
+    params: Annotated[
+        int, typer.Option(min=1, help="About so many parameters.")
+    ] = MEMORY_PARAMETERS,
+    kind: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(MEMORY_KINDS)}; by default workers.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks, on this machine.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 10,
+) -> None:
+    """Memory of a whole job beside DDP's: SGD with momentum trains a transformer.
+
+    All processes of a job count, ranks and servers, each with its PSS: of what several share, its
+    part. They are looked at twenty times a second. The jobs run one after the other.
+
+    Examples:
+      foreprop bench memory
+      foreprop bench memory --params 15000000 --kind workers --kind elastic
+    """
+    unknown = sorted(set(kind or ()) - set(MEMORY_KINDS))
+    if unknown:
+        raise typer.BadParameter(f"no kind is called {unknown[0]!r}; there are {[*MEMORY_KINDS]}")
+    found = measure_memory(kind or ["workers"], parameters=params, ranks=ranks, steps=steps)
+    shown = Table(title=f"{found[0].parameters / 1e6:.1f} million parameters, {ranks} ranks")
+    for heading in ("", "at most, GB", "of DDP's", "of it ranks", "median", "step, s"):
+        shown.add_column(heading, justify="right")
+    for job in found:
+        sizes = (job.ranks_bytes, job.median_bytes)
+        shown.add_row(
+            job.kind,
+            f"{job.peak_bytes / 1e9:.2f}",
+            f"{job.peak_bytes / found[0].peak_bytes:.2f}",
+            *(f"{size_bytes / 1e9:.2f}" for size_bytes in sizes),
+            f"{job.step_s:.2f}",
+        )
     print_table(console(), shown)
 
 

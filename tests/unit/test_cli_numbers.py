@@ -36,6 +36,7 @@ WORK = {
     "bench overhead": ["benchmarks.command.measure_scheduling"],
     "bench alone": ["benchmarks.command.measure_alone"],
     "bench loopback": ["benchmarks.command.measure_loopback"],
+    "bench memory": ["benchmarks.command.measure_memory"],
     "bench compression": [
         "benchmarks.command.measure_on_gradients",
         "benchmarks.command.measure_compression",

@@ -32,7 +32,7 @@ def total_of(relay: RelayStore, workers: tuple[int, ...]) -> torch.Tensor:
     buffer = relay.take_sum(0)
     assert buffer is not None
     values = buffer.tensor.clone()
-    buffer.pool.append(buffer)
+    relay.give(buffer)
     return values
 
 

@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.config import Config
-from foreprop.core.manifest import Hyperparameters, Manifest, OptimizerInfo, ParameterInfo
+from foreprop.core.manifest import (
+    NO_GROUP,
+    Hyperparameters,
+    Manifest,
+    OptimizerInfo,
+    ParameterInfo,
+)
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.errors import InternalError, RemoteProtocolError
 from foreprop.path.memory import bytes_of
@@ -50,8 +56,10 @@ class Array:
         workers: int = 1,
         optimizer: str = "SGD",
         group: Hyperparameters | None = None,
+        readers: int | None = None,
         **settings: Any,
     ) -> None:
+        """``readers``: the workers update, and so many are answered."""
         self.groups: Sequence[Hyperparameters] = (group or {"lr": 0.1},)
         dtype = str(values.dtype).removeprefix("torch.")
         self.manifest = Manifest(
@@ -62,11 +70,18 @@ class Array:
             world_size=workers,
             knobs=Config(slice_elems=slice_elems, **settings).knobs(1),
             optimizer=OptimizerInfo(name=optimizer, groups=tuple(self.groups)),
-            parameters=(ParameterInfo(name="p", shape=(len(values),), dtype=dtype, group=0),),
+            parameters=(
+                ParameterInfo(
+                    name="p",
+                    shape=(len(values),),
+                    dtype=dtype,
+                    group=0 if readers is None else NO_GROUP,
+                ),
+            ),
             blob_bytes=(0, 0),
         )
         self.slices = self.manifest.slices()
-        self.store = SliceStore(self.manifest, self.slices, 0)
+        self.store = SliceStore(self.manifest, self.slices, 0, readers=readers)
         self.stage(values)
         for piece in self.slices:
             self.store.install_value(piece.number)
@@ -302,6 +317,54 @@ def test_what_workers_apply_is_the_average_and_leaves_the_values(dtype: str, mea
                 assert squares == [None] * len(array.slices)
         after = [array.store._slices[piece.number].parameter for piece in array.slices]
         assert all(same_bits(a, b) for a, b in zip(after, before, strict=True))
+
+
+def read_by_one(array: Array, slice_: int = 0) -> list[float]:
+    """As a reply that leaves."""
+    data, given = array.store.reading(slice_)
+    assert given is not None
+    numbers = torch.frombuffer(bytearray(data), dtype=torch.float32).tolist()
+    array.store.was_read(slice_, given)
+    return list(map(float, numbers))
+
+
+def test_where_workers_update_nothing_stays_when_all_have_it() -> None:
+    """Rank 0 has given the values; the averages are for all."""
+    array = Array(torch.ones(5), slice_elems=5, workers=3, readers=3)
+    memory = {array.store._slices[0].kept.memory.data_ptr()}  # type: ignore[union-attr]
+    assert [read_by_one(array) for _ in range(2)] == 2 * [[1.0] * 5]
+    assert array.store.reading(0)[1] is None
+    for step in range(1, 4):
+        assert len(array.store.values(0)) == 0
+        array.aggregate({rank: torch.full((5,), float(step)) for rank in range(3)}, measure=False)
+        memory.add(array.store._slices[0].kept.memory.data_ptr())  # type: ignore[union-attr]
+        assert [read_by_one(array) for _ in range(3)] == 3 * [[float(step)] * 5]
+    assert len(memory) <= 3
+    assert array.store._slices[0].parameter.numel() == 0
+    with pytest.raises(RemoteProtocolError, match="which the workers do"):
+        array.step({0: torch.ones(5)})
+    with pytest.raises(RemoteProtocolError, match="is not kept"):
+        array.store.export_gradient(0)
+
+
+def test_who_has_been_answered_late_leaves_the_next_average_alone() -> None:
+    """Its thread goes on when the worker has its answer, and has pushed again."""
+    array = Array(torch.ones(5), slice_elems=5, workers=2, readers=2)
+    read_by_one(array)
+    array.aggregate({0: torch.ones(5)}, measure=False)
+    _, late = array.store.reading(0)
+    read_by_one(array)
+    array.aggregate({1: torch.full((5,), 4.0)}, measure=False)
+    assert late is not None
+    array.store.was_read(0, late)
+    assert [read_by_one(array) for _ in range(2)] == 2 * [[2.0] * 5]
+
+
+def test_a_single_worker_s_values_are_handed_to_nobody() -> None:
+    array = Array(torch.ones(5), slice_elems=5, readers=1)
+    assert array.store.reading(0)[1] is None
+    array.aggregate({0: torch.ones(5)}, measure=False)
+    assert read_by_one(array) == [1.0] * 5
 
 
 def test_no_rank_has_a_gradient_in_a_round() -> None:

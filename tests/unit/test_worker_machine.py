@@ -433,3 +433,28 @@ def test_every_server_gets_its_slices_of_a_parameter_in_order() -> None:
     sent = [(f.peer, f.slice) for f in frames if isinstance(f, SendFrame)]
     assert sent[:4] == [(0, 0), (1, 1), (2, 2), (3, 3)]  # all servers at once
     assert sent[4:] == [(0, 4), (0, 8), (1, 5), (1, 9), (2, 6), (3, 7)]
+
+
+def test_what_is_awaited_is_counted_from_its_leaving_on() -> None:
+    machine = make()
+    counts = [machine.awaited]
+    machine.handle(GradientReady(0, 1, 0, False))  # slice 0 to server 0, slice 1 to server 1
+    machine.handle(GradientReady(2, 1, 0, False))  # slices 3 and 4 are queued
+    counts.append(machine.awaited)
+    machine.handle(FrameSent(0))
+    counts.append(machine.awaited)
+    machine.handle(MessageReady(0, Kind.PUSH, 1, 0, 0, 9, 0))  # once more: it came damaged
+    machine.handle(FrameSent(0))
+    counts.append(machine.awaited)
+    machine.handle(ReplyArrived(0, 1, 0))
+    counts.append(machine.awaited)
+    assert counts == [0, 2, 3, 3, 2]
+
+
+def test_values_to_begin_with_are_awaited_too() -> None:
+    machine = make()
+    machine.handle(ValuesAwaited(4))
+    assert machine.awaited == 5
+    for piece in SLICES:
+        machine.handle(ReplyArrived(piece.number, 4, piece.server))
+    assert machine.awaited == 0

@@ -21,9 +21,9 @@ PANELS = {
     "Cluster": "nodes workers_per_node rate balance latency servers server_rate link_rates"
     " cross_traffic egress_only resources port master_addr interface rendezvous count",
     "Model and compute": "model profile scale compute batch batch_size slice_elems width hidden"
-    " dense_gradients preset part task epochs momentum",
+    " dense_gradients preset part task epochs momentum params",
     "What is compared": "systems presets steps rounds warm_up seed trace mxnet_python ablation"
-    " torchft_python quick only what_if_range names seeds",
+    " torchft_python quick kind only what_if_range names seeds",
     "Uneven nodes and steps": "slow_nodes slowdown jitter step_jitter step_lengths staleness",
     "Simulation": "symmetric representatives compression rows dedicated_servers server_s_per_gb",
     "On every host": "env python directory ssh grace module backend find_unused_parameters",

@@ -65,6 +65,8 @@ class RingEngine:
     """
 
     every_parameter = True
+    is_ahead = False
+    """Averages land here one after the other, wherever the others are."""
 
     def __init__(
         self, setup: Setup, updater: LocalUpdater, group: Group, device: DeviceWork, session_id: str

@@ -93,6 +93,8 @@ class WorkerMachine:
         """The most frames that have waited after an event."""
         self._awaited_step = [_NOT_AWAITED] * len(slices)
         self._missing = [0] * parameters  # slices still to be answered
+        self.awaited = 0
+        """So many slices are: their gradients have left, and are not answered."""
         self._step = [0] * parameters
         self._notified: list[dict[int, None]] = [{} for _ in range(parameters)]
         self._announced: set[int] = set()  # slices, until they are answered
@@ -199,6 +201,7 @@ class WorkerMachine:
             if not pieces:
                 done.append(CompleteParameter(parameter, event.step))
             for piece in pieces:
+                self.awaited += self._awaited_step[piece.number] == _NOT_AWAITED
                 self._awaited_step[piece.number] = event.step
         return done
 
@@ -279,6 +282,7 @@ class WorkerMachine:
         self.most_queued = max(self.most_queued, self._lanes.queued)
         for frame in frames:
             if frame.kind == Kind.PUSH:
+                self.awaited += self._awaited_step[frame.slice] == _NOT_AWAITED  # else once more
                 self._awaited_step[frame.slice] = frame.step
                 if self._window is not None and not frame.flags & _UNANSWERED:
                     self._window.left(frame.peer, frame.step, frame.priority, frame.slice)
@@ -304,6 +308,7 @@ class WorkerMachine:
     def _answered(self, slice_: int) -> Sequence[WorkerInstruction]:
         parameter = self._slices[slice_].parameter
         self._awaited_step[slice_] = _NOT_AWAITED
+        self.awaited -= 1
         if self._reply != "broadcast":
             self._announced.discard(slice_)
             self._pulled.discard(slice_)

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from foreprop.core.wire import Flag
 from foreprop.errors import TrainingLoopError
-from foreprop.path.memory import HeldGradient, bytes_of
+from foreprop.path.memory import HeldGradient, bytes_of, drop_pages
 from foreprop.path.parameter import check_same_kind
 
 if TYPE_CHECKING:
@@ -125,6 +125,8 @@ class RoundPart:
         if self.pack is not None:
             self.pack.add(self, gradient)
             return
+        if self._engine.is_ahead:  # meanwhile a server has as much of this gradient
+            self.landing.empty()
         self._session.begin_pushing()
         if dense is None:
             self._owner.memory.pass_by(self._pushing(Flag.GRADIENT | Flag.NO_GRADIENT))
@@ -198,6 +200,12 @@ class Landing:
                     make = torch.empty if self._device is None else self._device.host_memory
                     self._room = make(parameter.shape, dtype=parameter.dtype)
         return self._room
+
+    def empty(self) -> None:
+        """Nobody needs what has landed, and no more lands soon: the room takes no memory."""
+        room = self._room
+        if room is not None and self._device is None and not self._is_lent:
+            drop_pages(room)
 
     def lend(self, room: torch.Tensor) -> None:
         """It lands here, together with others."""

@@ -22,6 +22,10 @@ class Engine(Protocol):
     def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
         """A parameter's gradient may be taken, or there is none in this step. Any thread."""
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether averages come so late that room for them need not be kept until then."""
+
     def is_complete(self, parameter: int) -> bool: ...
     def wait(self, parameter: int, step: int) -> None:
         """Block until the parameter's update is in; raises what went wrong meanwhile."""

@@ -6,6 +6,10 @@ parameter, is staged (`path.gpumemory`). `SliceMemory` finds the bytes of each s
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,6 +38,29 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
+
+
+_LEAST_DROPPED_BYTES = 1 << 17
+"""Less is not worth the system's while."""
+
+
+def drop_pages(tensor: torch.Tensor) -> bool:
+    """Give a contiguous CPU tensor's pages to the system; whether it has taken them.
+
+    What is in it is lost: zeros, or what was there. Written to, it gets new pages.
+    """
+    if sys.platform != "linux" or tensor.nbytes < _LEAST_DROPPED_BYTES:
+        return False
+    start = tensor.data_ptr()
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    size_bytes = (start + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    about = (ctypes.c_void_p(first), ctypes.c_size_t(size_bytes), mmap.MADV_DONTNEED)
+    return bool(_libc().madvise(*about) == 0)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 class Memory(Protocol):

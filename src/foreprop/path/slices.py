@@ -199,6 +199,7 @@ class Updates:
         self._settings_at = settings_at
         self._names = names
         self._trace = executor.host.trace
+        self._leaving: dict[int, GradientBuffer | None] = {}  # by peer, see `SliceStore.reading`
         self._updated: Callable[[int], None] | None = None
         self._updated_ns: dict[tuple[int, int], int] = {}  # by slice and step, for the trace
         executor.doers[UpdateSlice] = self._update
@@ -246,10 +247,24 @@ class Updates:
         self._updated_ns.pop((update.slice, update.step - 2), None)
         self._updated_ns[update.slice, update.step] = trace.now_ns()
 
-    def told_for_the_trace(self) -> Mapping[Kind, Sent]:
-        return {} if self._trace is None else {Kind.REPLY: self._reply_sent}
+    # Replies.
+    def payload_of(self, frame: SendFrame) -> memoryview:
+        """Of a frame to a worker."""
+        if frame.flags & Flag.UNCHANGED:
+            return EMPTY
+        data, self._leaving[frame.peer] = self._store.reading(frame.slice)
+        return data
+
+    @property
+    def told(self) -> Mapping[Kind, Sent]:
+        """Who is told of frames that have left."""
+        is_told = self._store.lets_go or self._trace is not None
+        return {Kind.REPLY: self._reply_sent} if is_told else {}
 
     def _reply_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
+        given = self._leaving.pop(frame.peer, None)
+        if given is not None:
+            self._store.was_read(frame.slice, given)
         if self._trace is not None:
             peer, kind, step, slice_, priority, flags, _ = frame
             sent = Header(kind, flags, peer, step, slice_, priority, size_bytes)

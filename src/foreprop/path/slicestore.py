@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
@@ -24,12 +23,13 @@ from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.slicing import Slice
 from foreprop.errors import RemoteProtocolError
+from foreprop.link.connection import EMPTY
 from foreprop.path.memory import bytes_of
 from foreprop.path.optimizer import maybe_served
 from foreprop.path.partoptimizer import PartOptimizer, Step, one_by_one
 from foreprop.path.samebatch import SameBatch
 from foreprop.path.sums import (
-    Extent,
+    Buffers,
     GradientBuffer,
     clip,
     extent_of,
@@ -60,9 +60,11 @@ Groups = Sequence[Hyperparameters]
 class SliceTensors:
     __slots__ = (
         "average",
+        "dtype",
         "extent",
         "gradient_bytes",
         "gradients",
+        "holds_values",
         "kept",
         "optimizer",
         "parameter",
@@ -85,11 +87,15 @@ class SliceTensors:
         optimizer: type[torch.optim.Optimizer],
         *,
         workers: int,
+        holds_values: bool,
     ) -> None:
+        """``holds_values``: else they are only handed on, and then the workers have them."""
         self.piece = piece
         self.extent = extent_of(piece, parameter_elems)
-        self.parameter = torch.nn.Parameter(self.extent.zeros(dtype))
-        self.wire_dtype = wire_dtype
+        self.holds_values = holds_values
+        values = self.extent.zeros(dtype) if holds_values else torch.empty(0, dtype=dtype)
+        self.parameter = torch.nn.Parameter(values)
+        self.dtype, self.wire_dtype = dtype, wire_dtype
         is_cast = wire_dtype != dtype  # what follows the sum is done in float32, too
         self.sum_dtype = sum_dtype(wire_dtype, workers=2 if is_cast else workers)
         self.gradient_bytes = piece.elems * wire_dtype.itemsize
@@ -97,7 +103,7 @@ class SliceTensors:
         self.shown: torch.Tensor | None = None  # the parameter as cast for the last replies
         self.view = bytes_of(self.extent.part(self.parameter))  # what replies carry
         self.gradients: dict[int, GradientBuffer] = {}
-        self.kept: GradientBuffer | None = None  # the aggregated gradient, while replies carry it
+        self.kept: GradientBuffer | None = None  # the aggregated gradient, or what replies carry
         self.staged: GradientBuffer | None = None
         self.average: torch.Tensor | None = None  # moving, if there is one
         self.total: torch.Tensor | None = None  # the gradients' sum, if made before the update
@@ -128,6 +134,10 @@ class SliceStore:
 
     With ``versions`` answers carry copies, and checkpoints wait for the update that is under way.
     Methods are called with the server's lock held, but for `update`: one thread at a time.
+
+    Where the workers update, nothing is kept: rank 0's values and the averages are let go of when
+    all ``readers`` have been sent them, see `reading`. None: answers leave in another way, and
+    both stay.
     """
 
     def __init__(
@@ -138,7 +148,11 @@ class SliceStore:
         *,
         versions: Versions | None = None,
         codes: Codes | None = None,
+        readers: int | None = None,
     ) -> None:
+        self._readers = readers
+        self._handing = threading.Lock()
+        """Held while it is decided whether anybody still reads what is handed out."""
         self._versions = versions
         self._codes = codes
         self._writing = contextlib.nullcontext() if versions is None else threading.Lock()
@@ -167,12 +181,15 @@ class SliceStore:
                 wire_dtypes[piece.parameter],
                 optimizer,
                 workers=self._world_size,
+                holds_values=readers is None or manifest.is_served(piece),
             )
             for piece in slices
             if piece.server == index
         }
-        self._pools: defaultdict[tuple[Extent, torch.dtype], list[GradientBuffer]]
-        self._pools = defaultdict(list)
+        self.lets_go = not all(tensors.holds_values for tensors in self._slices.values())
+        """Whether it is to know which replies have left."""
+        slices_bytes = sum(tensors.gradient_bytes for tensors in self._slices.values())
+        self._buffers = Buffers(slices_bytes)
         whose = "ranks" if manifest.workers_per_push == 1 else "nodes"
         watches = self._world_size > 1 and 0 in self._slices  # one server: all would say the same
         self._same_batch = SameBatch(f"server {index}", whose) if watches else None
@@ -192,6 +209,26 @@ class SliceStore:
         step, _, data = self._versions.read(slice_, ranks)
         return step, data
 
+    def reading(self, slice_: int) -> tuple[memoryview, GradientBuffer | None]:
+        """What a reply carries that is about to leave. Any thread.
+
+        With the buffer, if that is let go of in the end: then `was_read` follows.
+        """
+        tensors = self._slices[slice_]
+        kept = tensors.kept
+        return tensors.view, kept if kept is not None and kept.readers else None
+
+    def was_read(self, slice_: int, given: GradientBuffer) -> None:
+        """The reply has left. Any thread."""
+        tensors = self._slices[slice_]
+        with self._handing:
+            given.readers -= 1
+            if given.readers:
+                return
+            if tensors.kept is given:  # else the next average is here: all have pushed again
+                tensors.kept, tensors.view = None, EMPTY
+        self._buffers.give(given)
+
     def image_of(self, slice_: int) -> torch.Tensor:
         """What workers have of the slice, to be moved in place; `install_value` compares with it.
 
@@ -199,7 +236,7 @@ class SliceStore:
         """
         tensors = self._slices[slice_]
         if tensors.shown is None:
-            tensors.shown = tensors.extent.zeros(tensors.parameter.dtype)
+            tensors.shown = tensors.extent.zeros(tensors.dtype)
         return tensors.extent.part(tensors.shown)
 
     def size_bytes(self, slice_: int, *, value: bool = False) -> int:
@@ -210,9 +247,7 @@ class SliceStore:
     def take_buffer(self, slice_: int, *, value: bool = False) -> GradientBuffer:
         """For a gradient or a value; see `size_bytes`."""
         tensors = self._slices[slice_]
-        key = (tensors.extent, tensors.parameter.dtype if value else tensors.wire_dtype)
-        pool = self._pools[key]
-        return pool.pop() if pool else GradientBuffer(*key, pool)
+        return self._buffers.take(tensors.extent, tensors.dtype if value else tensors.wire_dtype)
 
     def put_gradient(self, slice_: int, rank: int, buffer: GradientBuffer) -> None:
         self._slices[slice_].gradients[rank] = buffer
@@ -228,13 +263,13 @@ class SliceStore:
             return
         name = self._names[tensors.piece.parameter]
         self._versions.check_unedited(tensors, buffer.tensor, name, step)
-        buffer.pool.append(buffer)
+        self._buffers.give(buffer)
 
     def drop(self, slice_: int, rank: int) -> None:
         """What the rank has pushed does not count."""
         buffer = self._slices[slice_].gradients.pop(rank, None)
         if buffer is not None:
-            buffer.pool.append(buffer)
+            self._buffers.give(buffer)
 
     def install_value(self, slice_: int) -> None:
         """Take the values that rank 0 sent as the slice's parameters.
@@ -243,12 +278,15 @@ class SliceStore:
         the cast to the wire's type had rounded off.
         """
         tensors = self._slices[slice_]
-        if tensors.staged is not None:
+        if tensors.staged is not None and not tensors.holds_values:
+            staged, tensors.staged = tensors.staged, None
+            self._hand_out(tensors, staged, givers=1)
+        elif tensors.staged is not None:
             values = tensors.staged.tensor
             if tensors.shown is not None:
                 values = torch.where(values == tensors.shown, tensors.parameter, values)
             tensors.parameter.copy_(values)
-            tensors.staged.pool.append(tensors.staged)
+            self._buffers.give(tensors.staged)
             tensors.staged = None
             if self._versions is not None:
                 self._versions.add(tensors, 0, changed=True)
@@ -262,7 +300,7 @@ class SliceStore:
         total = tensors.total = self._total(tensors, ranks, scale=scale)
         for rank, buffer in list(tensors.gradients.items()):
             if buffer.tensor is not total:  # all slices wait together: keep no more than the sums
-                buffer.pool.append(tensors.gradients.pop(rank))
+                self._buffers.give(tensors.gradients.pop(rank))
         squares = square_sum(tensors.extent.part(tensors.total))
         is_clipped = self._codes is not None and self._codes.are_clipped(slice_)
         if is_clipped and self._aggregation.clip_grad_norm is not None and not squares.beyond:
@@ -286,6 +324,8 @@ class SliceStore:
         (``torch.set_grad_enabled(False)``). Raises `TrainingLoopError`.
         """
         tensors, decay = self._slices[slice_], self._aggregation.ema
+        if ranks and not tensors.holds_values:
+            raise RemoteProtocolError(f"slice {slice_} is to be updated, which the workers do")
         changed = bool(ranks) or (tensors.staged is not None and tensors.shown is not None)
         with self._writing:
             if tensors.staged is not None:
@@ -298,7 +338,7 @@ class SliceStore:
                 self._drop_gradients(tensors, list(tensors.gradients))
             if decay is not None and tensors.average is not None:
                 move_average(tensors.average, tensors.parameter, decay)
-            if changed and tensors.wire_dtype != tensors.parameter.dtype:
+            if changed and tensors.wire_dtype != tensors.dtype:
                 _show(tensors)
             if self._versions is not None:
                 self._versions.add(tensors, step, changed=changed)
@@ -316,8 +356,8 @@ class SliceStore:
         if not ranks:
             self._drop_gradients(tensors, list(tensors.gradients))
             return tuple(ZERO for _ in self._places_of(tensors.piece)) if measure else ()
-        kept = self._keep(tensors, self._total(tensors, ranks), ranks)
-        tensors.view = kept.view
+        kept = self._kept_of(tensors, self._total(tensors, ranks), ranks)
+        self._hand_out(tensors, kept)
         if not measure:
             return ()
         own = tensors.extent.part(kept.tensor)
@@ -341,7 +381,7 @@ class SliceStore:
         is_clipped = codes is not None and codes.are_clipped(piece.number)
         if (self._clips or coefficient != 1.0) and not is_clipped:
             clip(total, self._aggregation, coefficient)
-        dtype = tensors.parameter.dtype
+        dtype = tensors.dtype
         tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
         optimizer, group = tensors.optimizer, groups[self._group_of[piece.parameter]]
         if optimizer.group is group:
@@ -350,19 +390,32 @@ class SliceStore:
             optimizer.update(self._step, group, self._names[piece.parameter])
         tensors.parameter.grad = None
         if self._versions is None:
-            self._keep(tensors, total, ranks)
+            tensors.kept = self._kept_of(tensors, total, ranks)
         else:  # nobody can read it
             self._drop_gradients(tensors, ranks)
 
-    def _keep(
+    def _hand_out(self, tensors: SliceTensors, given: GradientBuffer, *, givers: int = 0) -> None:
+        """Replies carry it, to all readers but so many, who have given it."""
+        if self._readers is None or tensors.holds_values:
+            tensors.kept, tensors.view = given, given.view
+            return
+        given.readers = self._readers - givers
+        if not given.readers:
+            self._buffers.give(given)
+            return
+        with self._handing:
+            tensors.kept, tensors.view = given, given.view
+
+    def _kept_of(
         self, tensors: SliceTensors, total: torch.Tensor, ranks: Sequence[int]
     ) -> GradientBuffer:
-        """The aggregated gradient is read by whoever wants, until all workers have pushed again.
+        """The buffer that has the aggregated gradient; those of the other ``ranks`` are free.
 
-        Others' gradients may be here, to be dropped, or may just come.
+        It is read by whoever wants, until all workers have pushed again. Others' gradients may be
+        here, to be dropped, or may just come.
         """
-        if tensors.kept is not None:
-            tensors.kept.pool.append(tensors.kept)
+        if tensors.kept is not None and (self._readers is None or tensors.holds_values):
+            self._buffers.give(tensors.kept)
         kept, spare = None, []
         for rank in ranks:
             buffer = tensors.gradients.pop(rank, None)
@@ -374,8 +427,8 @@ class SliceStore:
             kept = spare.pop(0) if spare else self.take_buffer(tensors.piece.number)
             kept.tensor.copy_(total)  # added up in more than the wire's type
         for buffer in spare:
-            buffer.pool.append(buffer)
-        tensors.kept, tensors.total = kept, None
+            self._buffers.give(buffer)
+        tensors.total = None
         return kept
 
     def _drop_gradients(self, tensors: SliceTensors, ranks: Sequence[int]) -> None:
@@ -447,7 +500,7 @@ class SliceStore:
         """The slice's values in full, and its image if codes have made another one."""
         tensors = self._slices[slice_]
         part, shown = tensors.extent.part, tensors.shown
-        has_image = shown is not None and tensors.wire_dtype == tensors.parameter.dtype
+        has_image = shown is not None and tensors.wire_dtype == tensors.dtype
         with self._writing:
             image = {IMAGE: part(shown)} if shown is not None and has_image else {}
             return encode_state({MASTER: part(tensors.parameter), **image})
@@ -457,7 +510,7 @@ class SliceStore:
         tensors = self._slices[slice_]
         if self._versions is not None:
             raise self._versions.refuse_gradient(self._names[tensors.piece.parameter])
-        if tensors.kept is None:
+        if tensors.kept is None or not tensors.holds_values:
             raise RemoteProtocolError(f"the gradient of slice {slice_} is not kept")
         return encode_state({GRADIENT: tensors.extent.part(tensors.kept.tensor)})
 

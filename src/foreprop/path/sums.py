@@ -6,6 +6,8 @@ Gradients are added up in one order, that of the ranks, so no bit depends on who
 from __future__ import annotations
 
 import math
+import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ import torch
 from foreprop.core.manifest import Aggregation, Reduction
 from foreprop.core.norm import BIN_BITS, BINS, ZERO, SquareSum
 from foreprop.core.slicing import Slice
-from foreprop.path.memory import bytes_of
+from foreprop.path.memory import bytes_of, drop_pages
 
 _VECTOR_ELEMS = 64
 """A multiple of what torch's kernels take at a time: two AVX-512 registers of half precision."""
@@ -48,15 +50,86 @@ def extent_of(piece: Slice, parameter_elems: int) -> Extent:
 
 
 class GradientBuffer:
-    """Room for one pushed gradient; goes back to its ``pool`` after the update."""
+    """Room for one pushed gradient; one of some `Buffers`."""
 
-    __slots__ = ("extent", "pool", "tensor", "view")
+    __slots__ = ("extent", "is_empty", "memory", "readers", "tensor", "view")
 
-    def __init__(self, extent: Extent, dtype: torch.dtype, pool: list[GradientBuffer]) -> None:
+    def __init__(self, extent: Extent, memory: torch.Tensor) -> None:
+        """``memory``: of so many elements or more, with zeros around the slice's own."""
         self.extent = extent
-        self.pool = pool
-        self.tensor = extent.zeros(dtype)
+        self.memory = memory
+        self.is_empty = False
+        """The system has its pages, until somebody writes to it."""
+        self.tensor = memory[: extent.total_elems]
         self.view = bytes_of(extent.part(self.tensor))
+        self.readers = 0
+        """Workers that have still to be sent it, if nobody needs it afterwards."""
+
+
+_LEAST_SPARE_BYTES = 16 << 20
+_SPARE_SHARE = 16
+
+
+class Buffers:
+    """Those of one store. Any thread.
+
+    There are as many as have been in use at a time: if none of a slice's extent is free, another
+    one of about its size is taken. A worker may run ahead of the others by a whole model, but
+    then the averages that it waits for take no memory there (`gradients.roundpart`); so here
+    free ones do not, either, but for a part of what the store has slices for.
+    """
+
+    def __init__(self, slices_bytes: int) -> None:
+        self._spare_bytes = max(_LEAST_SPARE_BYTES, slices_bytes // _SPARE_SHARE)
+        self._free_bytes = 0  # that are not empty
+        self._pools: dict[tuple[Extent, torch.dtype], list[GradientBuffer]] = {}
+        self._alike: defaultdict[tuple[int, torch.dtype], list[list[GradientBuffer]]]
+        self._alike = defaultdict(list)
+        """The pools whose buffers have as much memory."""
+        self._lock = threading.Lock()
+
+    def take(self, extent: Extent, dtype: torch.dtype) -> GradientBuffer:
+        with self._lock:
+            pool = self._pools.get((extent, dtype)) or self._pool_of_alike(extent, dtype)
+            if not pool:
+                room = torch.zeros(_room_elems(extent.total_elems), dtype=dtype)
+                return GradientBuffer(extent, room)
+            buffer = pool.pop()
+            if buffer.is_empty:
+                buffer.is_empty = False
+            else:
+                self._free_bytes -= buffer.memory.nbytes
+        if buffer.extent == extent:
+            return buffer
+        buffer.memory[: extent.lead_elems].zero_()
+        buffer.memory[extent.lead_elems + extent.elems : extent.total_elems].zero_()
+        return GradientBuffer(extent, buffer.memory)
+
+    def _pool_of_alike(self, extent: Extent, dtype: torch.dtype) -> list[GradientBuffer] | None:
+        """One that is not empty, of buffers with as much memory."""
+        alike = self._alike[_room_elems(extent.total_elems), dtype]
+        if (extent, dtype) not in self._pools:
+            own = self._pools[extent, dtype] = []
+            alike.append(own)
+        return next(filter(None, alike), None)
+
+    def give(self, buffer: GradientBuffer) -> None:
+        """Nobody needs it any more."""
+        memory = buffer.memory
+        with self._lock:
+            pool = self._pools[buffer.extent, memory.dtype]
+            if self._free_bytes + memory.nbytes > self._spare_bytes and drop_pages(memory):
+                buffer.is_empty = True
+                pool.insert(0, buffer)  # taken last
+            else:
+                self._free_bytes += memory.nbytes
+                pool.append(buffer)
+
+
+def _room_elems(elems: int) -> int:
+    """A little more, so that slices of about the same size have the same room."""
+    step = max(_VECTOR_ELEMS, 1 << max(0, elems.bit_length() - 6))
+    return -(-elems // step) * step
 
 
 _AT_ONCE_ELEMS = 65_536

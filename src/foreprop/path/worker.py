@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from foreprop.path.requests import Inquiry, Requests
 
 
+_AHEAD_SHARE = 16
+"""Of a step's slices, as servers keep of their room (`path.sums.Buffers`)."""
+
+
 class WorkerEngine:
     """One worker's part in one session; owns the answers to its slices.
 
@@ -290,6 +294,11 @@ class WorkerEngine:
     @property
     def queue_depth(self) -> int:
         return self._machine.queue_depth
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether much of what this worker has pushed is not answered: others may be behind."""
+        return self._machine.awaited > len(self.slices) // _AHEAD_SHARE
 
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:

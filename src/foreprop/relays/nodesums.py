@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,9 +32,10 @@ from foreprop.errors import RemoteProtocolError, TransportError
 from foreprop.link.connection import EMPTY, Connection, bounded, exactly
 from foreprop.observe.trace import RelayStage
 from foreprop.path.executor import Executor
+from foreprop.path.memory import bytes_of
 from foreprop.path.pipeline import Encode, Pipeline
 from foreprop.path.slices import SettingsAt, Slices
-from foreprop.path.sums import Extent, GradientBuffer, add_up, sum_dtype
+from foreprop.path.sums import Buffers, Extent, GradientBuffer, add_up, sum_dtype
 from foreprop.path.tensors import DTYPES
 
 
@@ -146,7 +146,7 @@ class Sums:
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             with self._lock:
-                leaving.pool.append(leaving)
+                self._store.give(leaving)
 
     def _span(self, stage: Stage | RelayStage, about: Header, started_ns: int) -> None:
         if self._trace is not None:
@@ -186,8 +186,8 @@ class RelayStore:
             for piece in slices
             if piece.server == server
         }
-        self._pools: defaultdict[tuple[int, torch.dtype], list[GradientBuffer]]
-        self._pools = defaultdict(list)
+        slices_bytes = sum(map(self.size_bytes, self._slices))
+        self._buffers = Buffers(slices_bytes)
 
     # From the workers.
     def size_bytes(self, slice_: int, *, value: bool = False) -> int:
@@ -199,8 +199,11 @@ class RelayStore:
         """For a gradient or a value; see `size_bytes`."""
         relayed = self._slices[slice_]
         dtype = relayed.dtype if value else relayed.wire_dtype
-        pool = self._pools[relayed.elems, dtype]
-        return pool.pop() if pool else GradientBuffer(_whole(relayed.elems), dtype, pool)
+        return self._buffers.take(_whole(relayed.elems), dtype)
+
+    def give(self, sum_: GradientBuffer) -> None:
+        """It has been pushed on."""
+        self._buffers.give(sum_)
 
     def put_gradient(self, slice_: int, worker: int, buffer: GradientBuffer) -> None:
         self._slices[slice_].gradients[worker] = buffer
@@ -233,7 +236,7 @@ class RelayStore:
         relayed = self._slices[slice_]
         for buffer in relayed.gradients.values():
             if buffer is not relayed.total:
-                buffer.pool.append(buffer)
+                self._buffers.give(buffer)
         relayed.gradients.clear()
 
     def take_sum(self, slice_: int) -> GradientBuffer | None:
@@ -260,7 +263,7 @@ class RelayStore:
                 f"a reply for slice {slice_} carries {size_bytes} bytes, not {full_bytes}"
             )
         if relayed.answers is None:
-            relayed.answers = GradientBuffer(_whole(relayed.elems), relayed.dtype, []).view
+            relayed.answers = bytes_of(torch.zeros(relayed.elems, dtype=relayed.dtype))
         return relayed.answers[:size_bytes]
 
     def land(self, slice_: int, answer: memoryview) -> None:

@@ -182,7 +182,8 @@ class _Composition:
         codes = self._maybe_codes(slices, host.index)
         self._store: SliceStore
         if apart is None:
-            self._store = store_class(manifest, slices, host.index, codes=codes)
+            readers = peers.count
+            self._store = store_class(manifest, slices, host.index, codes=codes, readers=readers)
         else:
             self._store = apart.store
         about = (self._machine, self._executor, self._store)
@@ -199,7 +200,7 @@ class _Composition:
             counting.begin(self._executor, connections, self._settings.history.unlike)
         about_all = (names, self._executor, self._waits, counting, self._recovery)
         self.work = ServerWork(self._receivers(codes), *about_all)
-        replies = self._slices.payload_of if apart is None else apart.payload_of
+        replies = self._updates.payload_of if apart is None else apart.payload_of
         self._executor.use(self._pipeline(replies))
 
     def _pipeline(self, replies: Payload) -> Pipeline:
@@ -209,7 +210,7 @@ class _Composition:
             payload={Kind.REPLY: replies}
             | ({} if snapshots is None else {Kind.SNAPSHOT: snapshots.payload_of}),
             encode={} if self._codecs is None else {Kind.REPLY: self._codecs.encode},
-            sent=self._updates.told_for_the_trace(),
+            sent=self._updates.told,
         )
 
     def _make_machine(self, slices: Sequence[Slice], index: int) -> ServerMachine[AllMembers]:

@@ -69,7 +69,8 @@ class ServedState:
     @property
     def _slices(self) -> Sequence[Slice]:
         """Those that servers update."""
-        return () if self._by_workers else self._engine.slices
+        engine = self._engine
+        return [piece for piece in engine.slices if engine.manifest.is_served(piece)]
 
     @property
     def _pieces(self) -> Sequence[Slice | Shard]:
