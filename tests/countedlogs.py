@@ -1,4 +1,7 @@
-"""What a server has counted, and after it its substitutes, from their logs."""
+"""What was counted of a server's slices: by itself, and after it by those who have taken them over.
+
+Each of these has logs of its own, which begin with the first round that it has closed.
+"""
 
 from __future__ import annotations
 

@@ -67,8 +67,9 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "delay compensation": {"staleness": 2, "delay_compensation": 0.5},
     "fixed": {"elastic": False},
     "max workers": {"elastic": True, "max_workers": 5},
-    "buddy steps": {"elastic": True, "buddy_steps": 5},
     "replay": {"counted_replay": "."},
+    "counted by servers": {"elastic": True, "dedicated_servers": 2, "update": "servers"},
+    "elastic beside": {"elastic": True},
     "join": {"join": "10.0.0.1:29600"},
     "clip value": {"clip_grad_value": 1.0},
     "codecs": {"compression": "lossless"},
@@ -78,10 +79,6 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "unsummed lossy codecs": {"compression": "topk:0.01"},
     "check stale": {"check_stale": True},
     "elastic node's servers": {**_BESIDE, "servers_per_node": 2},
-    "elastic node's workers": {**_BESIDE, "workers_per_node": 2},
-    "elastic wire": {**_BESIDE, "wire_dtype": "bfloat16"},
-    "elastic ema": {**_BESIDE, "ema": 0.9},
-    "elastic link rate": {**_BESIDE, "link_rate_bits_per_s": 1e9},
     **{name: settings for name, settings in MATRIX.items() if name in FEATURES},
 }
 """By feature of the table that settings ask for."""

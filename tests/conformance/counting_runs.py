@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,20 @@ def by_arithmetic(
     counted: Sequence[CountedReplay],
 ) -> dict[str, torch.Tensor]:
     """One process: each slice's gradients of those who were counted, in rank order, averaged."""
+    return trained_by_arithmetic(build, by_rank, pieces, counted)[0]
+
+
+def trained_by_arithmetic(
+    build: Build,
+    by_rank: Sequence[Sequence[Batch]],
+    pieces: Sequence[Slice],
+    counted: Sequence[CountedReplay],
+    *,
+    passes: int = 1,
+    wire: torch.dtype = torch.float32,
+    before_step: Callable[[nn.Module], object] = lambda model: None,
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The model's and the optimizer's state; ``passes``: parts of a batch, which are added up."""
     model, optimizer = build_seeded(build)
     for group in optimizer.param_groups:
         group["foreach"] = False
@@ -140,9 +154,11 @@ def by_arithmetic(
     for step in range(1, len(by_rank[0]) + 1):
         gradients = []
         for batches in by_rank:
-            x, y = batches[step - 1]
-            loss = F.cross_entropy(model(x), y)
-            gradients.append([g.reshape(-1) for g in torch.autograd.grad(loss, parameters)])
+            model.zero_grad()
+            for x, y in parts_of(batches[step - 1], passes):
+                F.cross_entropy(model(x), y).backward()
+            own = [p.grad.to(wire).float().reshape(-1) for p in parameters if p.grad is not None]
+            gradients.append(own)
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         for piece in pieces:
@@ -155,9 +171,14 @@ def by_arithmetic(
                 total /= len(ranks)
             grad = parameters[piece.parameter].grad
             assert grad is not None
-            grad.view(-1)[part] = total
+            grad.view(-1)[part] = total.to(wire)
+        before_step(model)
         optimizer.step()
-    return snapshot(model.state_dict())
+    return snapshot(model.state_dict()), snapshot(optimizer.state_dict())
+
+
+def parts_of(batch: Batch, passes: int) -> list[Batch]:
+    return list(zip(*(each.chunk(passes) for each in batch), strict=True))
 
 
 def wait_for(event: threading.Event) -> None:

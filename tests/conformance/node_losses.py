@@ -16,11 +16,14 @@ BESIDE: dict[str, Any] = {
 
 def lose_node(session: Any) -> None:
     """As if the machine were gone: worker and server end without a word."""
+    cut_off(session)
+    raise Died
+
+
+def cut_off(session: Any) -> None:
+    """The same, in any thread; the one that trains has an error, or waits."""
     backend = session._training.backends.all[0]
     for handle in backend.connections.handles:
-        for substitute in handle._server._joining.work.recovery.substitutes:
-            substitute.cancel()
         handle._server.cancel()
     for connection in backend.engine.connections:
         connection.stream.close()
-    raise Died

@@ -311,7 +311,9 @@ def test_the_optimizers_state_is_not_kept_twice() -> None:
 @servers_only
 def test_what_was_loaded_is_not_kept_when_servers_have_it() -> None:
     model, optimizer = build_seeded(BUILDS["adam"])
-    with foreprop.parallelize(model, optimizer, world=worlds(1)[0], ema=0.9) as session:
+    with foreprop.parallelize(
+        model, optimizer, world=worlds(1)[0], ema=0.9, update="servers"
+    ) as session:
         train_classifier(model, optimizer, make_batches(2))
         saved = copy.deepcopy(optimizer.state_dict())
         averages = session.ema_state_dict()

@@ -72,7 +72,7 @@ class Grown:
         self.started, self.comes, self.deaths = started, comes, deaths or {}
         self.most = max([started - 1, *comes]) + 1
         self.build = build or with_sgd()
-        usual = BESIDE | {"buddy_steps": 1} if beside else ELASTIC
+        usual = BESIDE if beside else ELASTIC
         self.settings = {**usual, "max_workers": self.most, **settings}
         self.by_rank = batches_of(self.most, count=STEPS)
         self.asked = {rank: threading.Event() for rank in comes}
@@ -227,9 +227,13 @@ def test_it_grows_although_one_is_lost(
     assert grown.stats[4]["left"][2]["step"] in (20, 21)
     assert len(grown.stats[4].get("takeovers", ())) == beside
     assert "4 of 5 workers are left" in caplog.text
-    asked = [line for line in caplog.messages if "it is to go on beside" in line]
+    asked = [
+        line
+        for line in caplog.messages
+        if "slices are to go on at" in line and not line.startswith("rank 2")
+    ]
     assert len(asked) == 4 * beside
-    assert all(line.endswith("beside rank 0") for line in asked)
+    assert all(line.endswith("at servers [0, 1]") for line in asked)
 
 
 def test_a_lost_one_comes_back_as_another(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from foreprop.errors import ConfigError, Failure, ForepropError, HandshakeError,
 from foreprop.link.connection import Connection, greeting, unencrypted
 from foreprop.servers.entering import ask
 from tests.cluster import run_cluster
+from tests.conformance.averaging_by_hand import check_alike
 from tests.conformance.counting_runs import (
     ELASTIC,
     Died,
@@ -36,6 +37,7 @@ from tests.conformance.counting_runs import (
     make_step,
     newcomers_world,
     pieces_of,
+    trained_by_arithmetic,
     wait_for,
 )
 from tests.conformance.node_losses import lose_node
@@ -88,6 +90,8 @@ class Joined:
         self.began: dict[int, Any] = {}
         self.stats: list[dict[str, Any]] = [{} for _ in range(ranks)]
         self.heard: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+        self.states: dict[int, Any] = {}
+        """Of the optimizers, at the end."""
         self.pieces: list[Any] = []
         self.watch: Callable[[Any, Any], None] = lambda model, session: None
         self.again: Callable[[int], Any] = self.come
@@ -145,6 +149,7 @@ class Joined:
                 for back in self.back.values():
                     wait_for(back)
             found = snapshot(model.state_dict())
+            self.states[rank] = snapshot(optimizer.state_dict())
         self.stats[rank] = session.stats()
         return found
 
@@ -317,7 +322,7 @@ def test_the_first_layer_is_used_before_a_tenth_of_the_bytes_is_there(
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     total_bytes = sum(4 * parameter.numel() for parameter in build()[0].parameters())
-    joined = Joined(2, {1: 3}, build, slice_elems=1000)
+    joined = Joined(2, {1: 3}, build, slice_elems=1000, update="servers")
     used, lock, sent_bytes, received_bytes = threading.Event(), threading.Lock(), [0, 0], [0]
     coming = threading.Event()
     original = Connection.send
@@ -403,7 +408,7 @@ class JoinedBeside(Joined):
         then: int | None = None,
         build: Build | None = None,
     ) -> None:
-        about = {"buddy_steps": 1, "architecture": "p2p", "dedicated_servers": 0}
+        about = {"architecture": "p2p", "dedicated_servers": 0}
         super().__init__(ranks, deaths, build, **about)
         self.then = then
         if then is not None:
@@ -420,6 +425,11 @@ class JoinedBeside(Joined):
         return super().run(folder)
 
 
+def with_adamw() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = small_model()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
 @pytest.mark.parametrize(
     ("victim", "then"),
     [
@@ -428,19 +438,33 @@ class JoinedBeside(Joined):
         pytest.param(2, 0, marks=pytest.mark.long),
     ],
 )
-def test_a_newcomer_beside_servers(tmp_path: Path, victim: int, then: int | None) -> None:
+@pytest.mark.parametrize("build", [with_adamw, *long_cases(with_sgd())])
+def test_a_newcomer_beside_servers(
+    tmp_path: Path, victim: int, then: int | None, build: Build
+) -> None:
     """It starts no server; the slices of the lost one stay where they are, and outlive more."""
-    joined = JoinedBeside(4, {victim: 3}, then)
+    joined = JoinedBeside(4, {victim: 3}, then, build)
+    places: list[Any] = []
+
+    def come(rank: int) -> Any:
+        host, _, port = joined.servers[3].partition(":")
+        places.extend(ask(host, int(port), rank, Config()).places)
+        return joined.come(rank)
+
+    joined.again = come
     found = joined.run(tmp_path)
+    assert [place.is_lost for place in places] == [rank == victim for rank in range(4)]
+    assert len(joined.servers) == 3, "as the newcomer found them"
     here = [rank for rank in range(4) if found[rank] is not None]
     assert here == [rank for rank in range(4) if rank != then]
     counted = []
     for index in range(4):
         own = [piece.number for piece in joined.pieces if piece.server == index]
         counted.append(counted_by(tmp_path, index, 4, own))
-    wanted = by_arithmetic(with_sgd(), joined.by_rank, joined.pieces, counted)
+    wanted, state = trained_by_arithmetic(build, joined.by_rank, joined.pieces, counted)
     for rank in here:
         check_same_bits(found[rank], wanted)
+        check_alike(joined.states[rank]["state"], state["state"], 0.0)
         assert joined.stats[rank]["joined"] == {victim: joined.began[victim]}
         assert joined.stats[rank]["members"] == here
     takeovers = joined.stats[victim]["takeovers"]
@@ -561,7 +585,9 @@ def test_a_newcomer_s_other_learning_rate_ends_it_alone(tmp_path: Path) -> None:
     def again(rank: int) -> None:
         usual, joined.build = joined.build, with_sgd(lr=0.2)
         try:
-            with pytest.raises(ForepropError, match=r"others go on without it: .*lr"):
+            with pytest.raises(
+                ForepropError, match=r"lr=0.2 in group 0, and the others have lr=0.1"
+            ):
                 joined.come(rank)
         finally:
             joined.build = usual

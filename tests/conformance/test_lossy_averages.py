@@ -35,6 +35,8 @@ from tests.conformance.scaler_runs import make_scaler
 from tests.tiers import long_cases
 
 pytestmark = [servers_only, pytest.mark.timeout(600)]
+_WORKERS: Any = {"update": "workers"}
+"""With `1bit` and `efsign`, too."""
 
 _LONG_WITH_FEEDBACK = ["int4", "int2", "efsign", "topk:0.3", "randomk:0.3"]
 _LONG = [*_LONG_WITH_FEEDBACK, "qsgd", "qsgd:7", "terngrad", "fp16"]
@@ -87,7 +89,9 @@ def test_every_rank_has_the_same_bits(codec: str, about: dict[str, Any]) -> None
     def work(world: World) -> Seen:
         model, optimizer = build_seeded(with_sgd(), seed=world.rank)
         seen, batches = Seen([], []), batches_of(2, count=18)[world.rank]
-        with foreprop.parallelize(model, optimizer, world=world, compression=codec, **about):
+        with foreprop.parallelize(
+            model, optimizer, world=world, compression=codec, **_WORKERS, **about
+        ):
             every_kind_of_step(model, optimizer, batches, world.rank, seen)
         return seen
 
@@ -106,7 +110,7 @@ def test_a_scaler_of_the_loop_leaves_out_the_same_steps(codec: str, local_size: 
     def work(world: World) -> tuple[list[float], Values]:
         model, optimizer = build_seeded(with_sgd(), seed=world.rank)
         scaler, scales, values = make_scaler(), [], []
-        with foreprop.parallelize(model, optimizer, world=world, compression=codec):
+        with foreprop.parallelize(model, optimizer, world=world, compression=codec, **_WORKERS):
             for step, batch in enumerate(batches_of(ranks, count=10)[world.rank]):
                 factor = torch.inf if step in (3, 4) and world.rank == 1 else 1.0
                 optimizer.zero_grad()
@@ -217,7 +221,7 @@ def trained(
 
     def work(world: World) -> Any:
         model, optimizer = build_seeded(with_sgd(Weighed, lr=1.0, momentum=0.0))
-        about_it: Any = {"world": world, "compression": codec, **about}
+        about_it: Any = {"world": world, "compression": codec, **_WORKERS, **about}
         with foreprop.parallelize(model, optimizer, **about_it) as session:
             loop(model, optimizer, world.rank)
             return values_of(model), session.state_dict()["residuals"]
@@ -441,7 +445,7 @@ def check_loop(codec: str, steps: Sequence[Step]) -> None:
 
     def work(world: World) -> Values:
         model, optimizer = build_seeded(with_sgd(), seed=world.rank)
-        with foreprop.parallelize(model, optimizer, world=world, compression=codec):
+        with foreprop.parallelize(model, optimizer, world=world, compression=codec, **_WORKERS):
             found: Values = loop(model, optimizer, world.rank, lambda *_: None)
         return found
 
@@ -512,7 +516,9 @@ def test_a_checkpoint_goes_on_with_the_same_bits(codec: str, local_size: int) ->
     def work(world: World, saved: Any = None) -> Any:
         model, optimizer = build_seeded(with_sgd())
         batches = batches_of(ranks, count=8)[world.rank]
-        with foreprop.parallelize(model, optimizer, world=world, compression=codec) as session:
+        with foreprop.parallelize(
+            model, optimizer, world=world, compression=codec, **_WORKERS
+        ) as session:
             if saved is not None:
                 model.load_state_dict(saved[world.rank][0])
                 optimizer.load_state_dict(saved[world.rank][1])

@@ -1,7 +1,7 @@
 """A node dies when some ranks have closed their session: those are done, and others go on.
 
-Who has closed has all it needs, but others may lack the last answers of the lost server, or want
-its optimizer state. All survivors end without an error, with the bits of a run without a loss.
+Who has closed has all it needs, but others may lack the last averages of the lost server. All
+survivors end without an error, with the bits of a run without a loss.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Ended:
         return do
 
     def asks(self, after: int) -> Callable[[Any, Any], Any]:
-        """For the optimizer's state, of which that rank's server had a part."""
+        """For the optimizer's state, when that rank is gone."""
 
         def do(session: Any, optimizer: torch.optim.Optimizer) -> Any:
             wait_for(self.gone[after])
@@ -160,7 +160,7 @@ def hear_nothing(session: Any, *, server: int, until: threading.Event) -> None:
 @functools.cache
 def usual(ranks: int) -> Any:
     """Model and optimizer's state without a loss."""
-    ended = Ended(ranks, buddy_steps=1)
+    ended = Ended(ranks)
     ended.gone[0].set()
     return ended.run({0: ended.asks(0)}).found[0]
 
@@ -170,22 +170,20 @@ def usual(ranks: int) -> Any:
     [*ORDERS[:2], *[pytest.param(*each, marks=pytest.mark.long) for each in ORDERS[2:]]],
 )
 @pytest.mark.parametrize("has_closed", [False, True])
-def test_who_closes_later_has_the_state_of_a_lost_node(
-    victim: int, late: int, has_closed: bool
-) -> None:
-    """Whoever is the buddy of the victim: who has closed, or who goes on."""
-    ended = Ended(3, buddy_steps=1)
+def test_who_closes_later_is_none_the_worse(victim: int, late: int, has_closed: bool) -> None:
+    """Whoever takes the slices over: who has closed, or who goes on."""
+    ended = Ended(3)
     early = 3 - victim - late
     dies = ended.dies_closed if has_closed else ended.dies
     ended.run({victim: dies(victim, [early]), late: ended.asks(victim)})
     ended.check([early, late])
-    assert ended.takeovers[late] == 1
+    assert ended.takeovers[late] <= 1, "it may have been done, too, when it heard of it"
 
 
 @pytest.mark.parametrize("late", [2, *long_cases(1)])
-def test_who_lacks_the_last_answers_gets_them_of_who_has_closed(late: int) -> None:
-    """Nobody could make that step again: gradients are let go of when they are answered."""
-    ended = Ended(3, buddy_steps=50)
+def test_who_lacks_the_last_averages_gets_them_of_who_has_closed(late: int) -> None:
+    """Nobody would push that step again: all others have used what they have."""
+    ended = Ended(3)
     early = 3 - late
     ended.run({0: ended.dies(0, [early])}, deaf=late)
     ended.check([early, late])
@@ -193,23 +191,22 @@ def test_who_lacks_the_last_answers_gets_them_of_who_has_closed(late: int) -> No
 
 
 def test_the_last_one_to_close_dies_and_nobody_needs_it() -> None:
-    ended = Ended(3, buddy_steps=1)
+    ended = Ended(3)
     ended.run({1: ended.dies(1, [0, 2])})
     ended.check([0, 2])
 
 
 @pytest.mark.long
 def test_a_node_that_died_after_its_close_is_not_waited_for_again() -> None:
-    """No server has dropped its worker, for that had left; then another node goes."""
-    ended = Ended(4, buddy_steps=1)
+    """Its worker had left; then another node goes, to which some of its slices had come."""
+    ended = Ended(4)
 
     def asks_twice(session: Any, optimizer: torch.optim.Optimizer) -> None:
         ended.asks(0)(session, optimizer)
         ended.closed[3].set()
         ended.asks(1)(session, optimizer)
-        # the state that had been taken over was lost with the second node: nobody made a step since
 
     dies = {0: ended.dies_closed(0, [2]), 1: ended.dies(1, [2, 3])}
     ended.run({**dies, 3: asks_twice})
     ended.check([2, 3])
-    assert ended.takeovers[3] == 3  # of the second node two servers
+    assert ended.takeovers[3] <= 2

@@ -181,7 +181,7 @@ FORWARD = ["a.weight", "a.bias", "b.weight", "b.bias", "c.weight", "c.bias"]
 
 def _priorities(session: foreprop.Session) -> list[str]:
     names = [info.name for info in session._training.infos]
-    machine = session._training.backends.engines[0]._machine
+    machine = session._training.backends.engines[0].machine
     return sorted(names, key=lambda name: machine.priority_of(names.index(name)))
 
 

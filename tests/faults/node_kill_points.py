@@ -4,8 +4,8 @@
 
 Each session has four workers with a server beside each, and three nodes die, one after the other:
 somewhere in a backward pass or some milliseconds after, or when a part of a push or a reply has
-left. ``buddy_steps`` is 1, so what is left must have the bits that plain arithmetic has by the
-servers' logs, optimizer state included.
+left. What is left must have the bits that plain arithmetic has by the servers' logs, optimizer
+state included.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def start(
     settings = {
         "FOREPROP_ARCHITECTURE": "p2p",
         "FOREPROP_ELASTIC": "1",
-        "FOREPROP_BUDDY_STEPS": "1",
         "FOREPROP_COUNTED_LOG": str(run.folder),
         "FORK_SERVERS": "1" if forked else "0",
     }

@@ -49,7 +49,6 @@ class Try:
     workers: int = 4
     after_s: float = 1.0
     """When all have begun."""
-    buddy_steps: int = 1
     settings: dict[str, Any]
 
     @classmethod
@@ -60,7 +59,6 @@ class Try:
             kind=KINDS[seed % len(KINDS)],
             victim=seed % 4,
             after_s=0.5 + 2 * rng.random(),
-            buddy_steps=rng.choice([1, 50]),
             settings=settings,
         )
 
@@ -78,7 +76,6 @@ def start(run: Run, zygote: Zygote, net: Cables, given: Try) -> None:
     settings = {
         "FOREPROP_ARCHITECTURE": "p2p",
         "FOREPROP_ELASTIC": "1",
-        "FOREPROP_BUDDY_STEPS": str(given.buddy_steps),
         "FORK_SERVERS": "1",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "MASTER_ADDR": net.address(0),

@@ -19,20 +19,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from foreprop.buddies.substitutes import Substitution
 from foreprop.core.codec import choices_of
-from foreprop.core.manifest import Aggregation, Manifest, OptimizerInfo, ParameterInfo
+from foreprop.core.manifest import NO_GROUP, Aggregation, Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.rowinit import row_init_of
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import Failure, ForepropError
 from foreprop.path.tensors import encode_state
 from foreprop.path.worker import WorkerEngine
-from foreprop.servers.composed import ServerComposer
 from foreprop.tables.parts import VALUES, KeptRows, encode_kept, encode_numbers, encode_pull
 from tests.faults.relay_peers import node
 from tests.faults.wire_peers import (
     GROUP,
-    SESSION,
     Client,
     Session,
     engine,
@@ -364,23 +361,19 @@ def test_whatever_a_rank_says_ends_the_session_with_its_name(part: Part) -> None
 
 
 WORLD = 3
-STAND_IN = Substitution(0, 1, (1, 2), SESSION, "127.0.0.1", 0)
-BUDDY_FRAMES: list[tuple[Kind, int, bytes, int]] = [
-    (Kind.TAKEOVER, 0, msgspec.json.encode(STAND_IN), 0),
-    (Kind.TAKEOVER, 0, msgspec.json.encode(msgspec.structs.replace(STAND_IN, server=2**70)), 0),
-    (Kind.CLAIM, 0, b"[4]", 0),
-    (Kind.CLAIM, 0, b"[4, 4]", 0),
-    (Kind.CLAIM, 0, b"[-1]", 0),
-    (Kind.CLAIM, 0, b"[%d]" % 2**80, 0),
+MEMBER_FRAMES: list[tuple[Kind, int, bytes, int]] = [
+    (Kind.CLAIM, 0, b"[[1,4,0]]", 0),
+    (Kind.CLAIM, 0, b"[[1,0,0],[2,0,0]]", 0),
+    (Kind.CLAIM, 0, b"[[1,-1,0]]", 0),
+    (Kind.CLAIM, 0, b"[[0,4,0]]", 0),
+    (Kind.CLAIM, 0, b"[[%d,4,0]]" % 2**80, 0),
     (Kind.CLAIM, 0, b"[" * 5000, 0),
     (Kind.TAKEN_OVER, 4, gradient(1.0), 0),
-    (Kind.STATE_TAKEN_OVER, 4, STATE, 0),
-    (Kind.STATE_TAKEN_OVER, 4, b"", 0),
-    (Kind.SNAPSHOT_HELD, 1, b"", 0),
-    (Kind.SNAPSHOT_HELD, 2**63, b"", 0),
-    (Kind.SNAPSHOT, 1, STATE, 0),
+    (Kind.TAKEN_OVER, 4, b"", Flag.UNCHANGED),
+    (Kind.GIVEN, 4, gradient(1.0), 0),
+    (Kind.GIVEN, 2**63, b"", 0),
     (Kind.LEFT, 1, b'[1,1,1,1,""' + b",[" * 5000, 0),
-    (Kind.SETTLED, 0, b"[[0,4,1,[]]]", 0),
+    (Kind.SETTLED, 0, b"[[0,4,0,1]]", 0),
     (Kind.POSITIONS, 3, b'[[[0,1,[2,3,false,[[0,[0,1,2]]],[],[]]]],{"1":{"0":[[false,1]]}}]', 0),
     (Kind.POSITIONS, 3, b"[[],{}]" + b"[" * 5000, 0),
     (Kind.TRAINABLE, 3, b"[[1],[0]]", 0),
@@ -388,15 +381,16 @@ BUDDY_FRAMES: list[tuple[Kind, int, bytes, int]] = [
     (Kind.TRAINABLE, 4, b"[[-1],[%d]]" % 2**80, 0),
     (Kind.PUSH, 1, gradient(1.0), Flag.LATE),
     (Kind.PUSH, 5, gradient(1.0), 0),
+    (Kind.PUSH, 1, gradient(1.0), Flag.GRADIENT),
 ]
 
 
 @st.composite
 def member_frame(draw: st.DrawFn) -> Said:
-    """As `frame`, or one about buddies, right or wrong."""
+    """As `frame`, or one about who is a member, right or wrong."""
     if draw(st.booleans()):
         return draw(FRAMES)
-    kind, step, payload, flags = draw(st.sampled_from(BUDDY_FRAMES))
+    kind, step, payload, flags = draw(st.sampled_from(MEMBER_FRAMES))
     said = Said(int(kind), int(flags), step, draw(st.integers(0, 2)), payload, 0, None)
     match draw(st.integers(0, 4)):
         case 0:
@@ -412,8 +406,7 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "elastic": {"elastic": True},
     "backup workers": {"backup_workers": 1},
     "apart": {"staleness": 2},
-    "buddies": {"elastic": True, "buddy_steps": 1, "servers": WORLD},
-    "a substitute": {"elastic": True, "buddy_steps": 1, "servers": WORLD},
+    "servers that may be lost": {"elastic": True, "servers": WORLD},
 }
 
 
@@ -432,12 +425,13 @@ def test_whatever_a_member_says_is_no_error_of_ours(part: Part) -> None:
         manifest = msgspec.structs.replace(
             with_knobs(**MEMBERS[name]), world_size=WORLD, optimizer=with_momentum
         )
-        stands_in = STAND_IN if name == "a substitute" else None
-        ranks = range(WORLD) if stands_in is None else STAND_IN.members
+        if "servers" in MEMBERS[name]:  # all values are with every worker, which update
+            own = [msgspec.structs.replace(info, group=NO_GROUP) for info in manifest.parameters]
+            manifest = msgspec.structs.replace(manifest, parameters=tuple(own))
+            assert manifest.outlives_servers
         made: dict[str, Any] = {"join_timeout_s": 10.0, "step_timeout_s": 5.0}
-        composer = ServerComposer(substitution=stands_in)
-        with session(joined=False, composer=composer, **made) as running:
-            workers = [running.stranger(rank) for rank in ranks]
+        with session(joined=False, **made) as running:
+            workers = [running.stranger(rank) for rank in range(WORLD)]
             for worker in workers:
                 worker.hello(manifest)
             for worker in workers:

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 import torch
 
-from foreprop.buddies.substitutes import decode_settled
 from foreprop.core.manifest import OptimizerInfo
 from foreprop.core.wire import Kind
 from foreprop.elastic.admission import decode_answer
 from foreprop.elastic.departure import MemberNotices
+from foreprop.elastic.takenover import decode_settled
 from foreprop.errors import RemoteProtocolError, TransportError
 from foreprop.link.ports import listen_within
 from foreprop.link.stream import connect, listen
@@ -159,7 +159,7 @@ def test_what_a_server_cannot_mean(name: str) -> None:
     elastic = kind in (GONE, COME)
     with engine(elastic=elastic) as (made, (server,)):
         if elastic:
-            made.receivers.add(MemberNotices(made))
+            made.receivers.add(MemberNotices(made, None))
         else:
             made.receivers.add(PaceKeeper(made, [0]))
         made.steps = 8
@@ -174,7 +174,7 @@ def test_what_a_server_cannot_mean(name: str) -> None:
 def test_all_have_left_and_this_one_too() -> None:
     """Nobody is left to say so; it goes on, and hears more."""
     with engine(elastic=True) as (made, (server,)):
-        notices = MemberNotices(made)
+        notices = MemberNotices(made, None)
         made.receivers.add(notices)
         made.push(0, 1)
         server.expect(Kind.PUSH)
@@ -193,12 +193,12 @@ def test_a_step_that_nobody_reaches_is_no_answer_to_a_newcomer(data: bytes) -> N
 
 
 @pytest.mark.parametrize(
-    "data", [b"[]", b"[[1,4,1,[]]]", b"[[0,-1,1,[]]]", b"[[0,4,1,[]],[7,4,1,[]]]"]
+    "data", [b"[[-1,4,0,1]]", b"[[0,-2,0,1]]", b"[[0,4,%d,1]]" % 2**16, b"[[0,4,0,-2]]", b"[[0,4]]"]
 )
-def test_what_is_settled_is_of_the_lost_server_s_slices(data: bytes) -> None:
+def test_what_is_settled_is_a_round_and_who_gives(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="settled"):
-        decode_settled(memoryview(data), [0])
-    assert decode_settled(memoryview(b"[[0,4,1,[]]]"), [0])[0].step == 4
+        decode_settled(memoryview(data))
+    assert decode_settled(memoryview(b"[[0,4,1,-1]]"))[0].round == (4, 1)
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def test_an_elastic_run_whose_hosts_all_fail_has_the_first_failure(launch: Launc
 def test_an_elastic_training_goes_on_without_a_host(launch: Launch, dies: int) -> None:
     """Its worker and its server are killed, also where the rendezvous is."""
     said: list[str] = []
-    scenario = ElasticPlan(steps=12, deaths={str(dies): (5, 2, 0.0)}, settings={"buddy_steps": 1})
+    scenario = ElasticPlan(steps=12, deaths={str(dies): (5, 2, 0.0)}, settings={})
     variables = {"PLAN": scenario.encode(), "RESULTS": str(launch.folder)}
     plan = launch.plan(
         LOCAL + "127.0.0.3\n",

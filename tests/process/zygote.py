@@ -29,7 +29,7 @@ import torch.utils.data
 import foreprop
 
 _CLONE_NEWNET = 0x40000000
-_SHARED = "buddies cluster config core elastic link path servers session".split()
+_SHARED = "cluster config core elastic link path servers session".split()
 """Folders of foreprop that sessions with servers load: here once, and not in each process."""
 
 

@@ -60,6 +60,7 @@ def counting_server(
     *,
     index: int = 0,
     replay: CountedReplay | None = None,
+    has_values: bool = True,
 ) -> ServerMachine:
     """One that closes slices with the pushes that count."""
     return ServerMachine(
@@ -68,7 +69,7 @@ def counting_server(
         workers=members.workers,
         order="priority",
         names=names,
-        closing=partial(FirstMembers, members=members, replay=replay),
+        closing=partial(FirstMembers, members=members, replay=replay, has_values=has_values),
     )
 
 

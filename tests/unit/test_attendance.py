@@ -17,14 +17,15 @@ from tests.cluster import worlds
 class Engine:
     """A worker's, as far as attendance asks it: ``holders`` are the servers that hold slices."""
 
-    def __init__(self, *, workers: int = 3, holders: tuple[int, ...] = (0, 1), buddies: Any = None):
+    def __init__(
+        self, *, workers: int = 3, holders: tuple[int, ...] = (0, 1), beside: bool = False
+    ):
         self.rank, self.steps = 0, 0
         self.lock = threading.RLock()
-        self.manifest = SimpleNamespace(
-            world_size=workers, most_workers=workers, knobs=SimpleNamespace(buddy_steps=buddies)
-        )
+        self.manifest = SimpleNamespace(world_size=workers, most_workers=workers)
         self.slices = [SimpleNamespace(server=server) for server in holders]
         self.config = SimpleNamespace(step_timeout_s=1.0, join=None)
+        self.beside = 1 if beside else None
         self.progress = self
         self.meanwhile: list[Callable[[], object]] = []
         """What comes while somebody waits."""
@@ -41,7 +42,7 @@ class Engine:
 
 def make(**about: Any) -> tuple[Any, Attendance, list[Any]]:
     engine: Any = Engine(**about)
-    attendance = Attendance(engine)
+    attendance = Attendance(engine, engine.beside)
     told: list[Any] = []
     attendance.on_membership.append(lambda change, members: told.append((change.step, members)))
     return engine, attendance, told
@@ -69,7 +70,7 @@ def test_a_server_without_slices_is_not_asked() -> None:
 
 def test_a_server_that_goes_with_its_node_is_not_asked() -> None:
     """Nor one that has gone before: what it tells does not reach all."""
-    _, attendance, told = make(workers=4, holders=(0, 1, 2, 3), buddies=50)
+    _, attendance, told = make(workers=4, holders=(0, 1, 2, 3), beside=True)
     attendance.hear_left(1, 1, 9)
     attendance.hear_left(1, 0, 5)
     attendance.hear_left(1, 2, 4)
@@ -82,7 +83,7 @@ def test_a_server_that_goes_with_its_node_is_not_asked() -> None:
 
 def test_who_joins_is_a_member_again() -> None:
     """And may leave again, of which a server beside the first one does not tell."""
-    _, attendance, told = make(workers=3, holders=(0, 1, 2), buddies=50)
+    _, attendance, told = make(workers=3, holders=(0, 1, 2), beside=True)
     for server in (0, 2):
         attendance.hear_left(1, server, 4)
     for server in (0, 2):

@@ -21,7 +21,7 @@ class _Session:
 
     rounds = None
     settling = threading.RLock()
-    measures = False
+    measures = keeps_averages = False
 
     def engine_of(self, parameter: int) -> tuple[Any, int]:
         return SimpleNamespace(checks_gradients=False), parameter

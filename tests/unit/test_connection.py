@@ -177,14 +177,14 @@ FROM_SERVERS = {
     kind for kind in Kind if kind.name.endswith("_REPLY") or kind in (Kind.REPLY, Kind.NOTIFY)
 } | {Kind.WELCOME, Kind.NORM_PART, Kind.PACE_REPORT, Kind.LEFT, Kind.DAMAGED}
 AT_THE_START = {Kind.HELLO, Kind.MANIFEST, Kind.PULSE}
-OF_BUDDIES = {kind for kind in Kind if Kind.SNAPSHOT <= kind <= Kind.POSITIONS}
+OF_MEMBERS = {kind for kind in Kind if Kind.GIVEN <= kind <= Kind.POSITIONS}
 """In sessions that outlive a node."""
 
 
 def test_every_kind_of_frame_has_an_owner_on_its_side() -> None:
     work = ServerComposer().compose(manifest_of(), Host(), {})
     assert work.owners.keys() | AT_THE_START | {Kind.FAILURE} == (
-        set(Kind) - FROM_SERVERS - OF_BUDDIES
+        set(Kind) - FROM_SERVERS - OF_MEMBERS
     )
     with engine() as (made, _):
         owned = {Kind(kind) for kind in made.receivers}

@@ -26,7 +26,7 @@ from foreprop.core.membership import (
 )
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
-from foreprop.core.wire import Flag
+from foreprop.core.wire import ROUND_SHIFT, Flag
 from foreprop.errors import ConfigError, InternalError, RemoteProtocolError
 from tests.tiers import long_cases
 from tests.unit.counting_world import World, counting_server, explore, replayed, run, sets_of
@@ -282,7 +282,11 @@ def test_pushes_of_newer_values_are_waited_for_and_do_not_count() -> None:
     [
         (push(2), "rank 2 of a world of 2"),
         (push(0), "rank 0 pushed slice 0 of p0 for step 1 after step 1"),
-        (push(1, 2), "rank 1 pushed slice 0 of p0 for step 2 while step 1 is open"),
+        (
+            push(1, 2),
+            "rank 1 pushed slice 0 of p0 for step 2 while step 1 is open: all ranks must make the"
+            " same number of steps, and of backward passes in each",
+        ),
         (push(1, slice_=3), "slice 3 does not belong to server 0"),
         (ValueArrived(1, 0, 0, 0), "rank 1 sent parameter values; only rank 0 may"),
         (ValueArrived(0, 0, 0, 0), "values for slice 0 of p0 came for step 0: step 0 is done"),
@@ -302,7 +306,7 @@ def test_what_the_protocol_does_not_allow(event: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("backups", "flag", "dead", "why"),
     [
-        (0, Flag.GRADIENT, None, "the average gradient is asked for by rank 1"),
+        (1, Flag.GRADIENT, None, "the average gradient is asked for by rank 1"),
         (1, Flag.VALUE_CHANGED, None, "it was changed by hand on rank 1: change parameters before"),
         (0, Flag.VALUE_CHANGED, 0, "by hand on rank 1, and rank 0, whose values count, has left"),
     ],
@@ -314,6 +318,26 @@ def test_what_has_no_meaning(backups: int, flag: Flag, dead: int | None, why: st
     (failed,) = server.handle(push(1, flags=flag))
     assert isinstance(failed, FailSession)
     assert why in failed.reason
+
+
+def test_a_step_may_have_several_rounds_where_workers_update() -> None:
+    """Each is closed by itself; who leaves between two is in the first one."""
+    server = server_of(3)
+    again = Flag.GRADIENT | 1 << ROUND_SHIFT
+    for rank in (0, 1):
+        assert server.handle(push(rank, flags=Flag.GRADIENT)) == []
+    first = UpdateSlice(0, 1, (0, 1, 2), gradient=True, counted=(0, 1, 2))
+    assert server.handle(push(2, flags=Flag.GRADIENT)) == [first]
+    (answer,) = server.handle(SliceUpdated())
+    assert (answer.ranks, answer.is_average) == ((0, 1, 2), True)
+    assert server.handle(push(0, flags=again)) == []
+    server.handle(push(2, flags=again))
+    _, second = server.handle(PeerDropped(1))
+    assert second == UpdateSlice(0, 1, (0, 2), gradient=True, counted=(0, 2))
+    (answer,) = server.handle(SliceUpdated())
+    assert answer.ranks == (0, 2)
+    with pytest.raises(RemoteProtocolError, match="for step 1, round 2 after step 1, round 2"):
+        server.handle(push(0, flags=again))
 
 
 def test_values_that_are_changed_by_hand() -> None:

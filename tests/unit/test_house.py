@@ -21,14 +21,14 @@ import pytest
 SRC = Path(__file__).parents[2] / "src"
 RUNTIME = (
     "core config observe link cluster path hooks compiled numerics compression gradients"
-    " tables relays staleness elastic buddies stragglers servers collectives data auto checkpoints"
+    " tables relays staleness elastic stragglers servers collectives data auto checkpoints"
     " session integrations"
 ).split()
 """What a training loads, from below; each may import what stands before it."""
 ORDER = (
     "errors quantities version datasets durable core config workload model simulate"
     " observe link cluster path hooks compiled numerics compression gradients tables relays"
-    " staleness elastic buddies stragglers servers collectives data auto checkpoints session"
+    " staleness elastic stragglers servers collectives data auto checkpoints session"
     " integrations conformance callbacks report run doctor compare lab demo cli"
 ).split()
 BESIDE = {"experiments", "benchmarks", "tests"}

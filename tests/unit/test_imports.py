@@ -14,7 +14,7 @@ MOST_MODULES = 60  # of these a step that workers make takes three
 MOST_LINES = 12_250
 
 NEVER = (
-    "numerics compression tables relays staleness elastic buddies collectives data auto workload"
+    "numerics compression tables relays staleness elastic collectives data auto workload"
     " model simulate integrations report run doctor compare lab demo cli callbacks"
 ).split()
 """Folders of which a plain training uses nothing."""

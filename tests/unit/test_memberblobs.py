@@ -93,7 +93,7 @@ class Member:
         self.outbox, self.rank = Outbox(), rank
         self.here = {0: 0, 1: 0, 3: 0}
         self.model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
-        pieces = [SimpleNamespace(server=3), SimpleNamespace(server=1)]
+        pieces = [SimpleNamespace(number=0, server=3), SimpleNamespace(number=1, server=1)]
         self.engine: Any = SimpleNamespace(
             rank=rank,
             steps=4,
@@ -102,6 +102,7 @@ class Member:
             executor=self.outbox,
             lock=self.outbox.lock,
             connections=[None] * 4,
+            machine=SimpleNamespace(owner_of=lambda slice_: pieces[slice_].server),
         )
         frozen = [self.model[1].weight]
         about = (self.engine, lambda: dict(self.here), ModelBuffers(self.model), frozen)

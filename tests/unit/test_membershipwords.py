@@ -62,7 +62,7 @@ def in_any_order(draw: st.DrawFn) -> list[Said]:
 
 
 def words() -> MembershipWords:
-    return MembershipWords(frozenset(SERVERS), beside=False)
+    return MembershipWords(frozenset(SERVERS), workers_per_node=None)
 
 
 @given(in_any_order())
@@ -121,7 +121,7 @@ ABSENT = frozenset({4, 5})
 
 def test_who_was_never_there_joins_and_leaves() -> None:
     """Rank 4 is lost once before all servers have settled."""
-    made = MembershipWords(frozenset(SERVERS), beside=False, absent=ABSENT)
+    made = MembershipWords(frozenset(SERVERS), workers_per_node=None, absent=ABSENT)
     assert made.gone == ABSENT
     made.hear(4, 2, joined(6))
     made.hear(4, 2, left(5))
@@ -133,7 +133,7 @@ def test_who_was_never_there_joins_and_leaves() -> None:
     for server in SERVERS:
         made.hear(4, server, left(12))
     assert made.changes[1:] == [MemberChange(4, 12)]
-    newcomer = MembershipWords(frozenset(SERVERS), beside=False, absent=ABSENT)
+    newcomer = MembershipWords(frozenset(SERVERS), workers_per_node=None, absent=ABSENT)
     newcomer.waits = True
     newcomer.begin_with(made.said)
     assert (newcomer.changes, newcomer.gone) == (made.changes, ABSENT)

@@ -164,6 +164,22 @@ def test_a_newcomer_is_sent_all_values_when_all_are_there_and_the_first_layer_s_
     assert make_step(server, 4, (0, 1, 2))[-1] == AnswerSlice(0, 4, 0, (0, 1, 2))
 
 
+def test_where_members_give_the_values_a_server_sends_none() -> None:
+    """It only waits for the newcomer's first push; until then nobody else can be spared."""
+    pieces = [Slice(number, number, 0, 1, 0) for number in range(2)]
+    members = Members(3, started=1)
+    server = counting_server(pieces, members, ["p0", "p1"], has_values=False)
+    for number in range(2):
+        server.handle(ValueArrived(0, number, 0, number))
+    assert join(server, 4, 1) == [MemberJoined(1, 4)]
+    for step in (1, 2, 3):
+        assert all(answer.ranks == (0,) for answer in make_step(server, step, (0,)))
+    assert not server.can_spare(0)
+    assert server.handle(PushArrived(0, 1, 4, 1, 0)) == []
+    assert len(server.handle(PushArrived(1, 1, 4, 1, 0))) == 1
+    assert server.can_spare(0)
+
+
 def test_slices_that_rest_come_with_the_others() -> None:
     server = server_of()
     for step in range(1, 6):

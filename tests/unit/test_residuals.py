@@ -11,7 +11,7 @@ from foreprop.compression.residuals import OF_AVERAGES, Kept, divided
 
 
 def kept_of(value: float = 0.0, scale: float = 1.0) -> Kept:
-    return Kept(0, {"error": torch.full((2,), value)}, scale)
+    return Kept({"error": torch.full((2,), value)}, scale)
 
 
 def try_round(kept: Kept, round_: tuple[int, int], adds: float, *, scale: float = 1.0) -> None:

@@ -53,7 +53,12 @@ class AverageCodes:
         self.residuals = Residuals(parameters, slices, rank=server, averages=True)
         self._server = server
         self._scale_at = scale_at
-        self._averages = {
+        self._averages: dict[int, _Average] = {}
+        self.adopt(slices)
+
+    def adopt(self, slices: Mapping[int, SliceCodec]) -> None:
+        """These are the server's, too. Their residuals begin empty."""
+        self._averages |= {
             number: _Average(coded)
             for number, coded in slices.items()
             if coded.average_codec is not None

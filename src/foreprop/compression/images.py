@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from foreprop.compression.averagecodes import AverageCodes
-from foreprop.compression.choosing import coded_slices
+from foreprop.compression.choosing import SliceCodec, coded_slices
 from foreprop.core.codec import codec_of, kind_of
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.slicing import Slice
@@ -34,24 +34,35 @@ class CodedSlices:
         scale_at: Callable[[int], float],
     ) -> None:
         """``scale_at``: see `AverageCodes`."""
-        own = [piece for piece in slices if piece.server == index]
-        self.coded = coded_slices(manifest, own)
+        self._manifest = manifest
+        self.coded: dict[int, SliceCodec] = {}
         self.averages = AverageCodes(manifest.parameters, self.coded, index, scale_at)
         self.as_answered = self.averages.as_answered
         choices = manifest.knobs.compression
-        kinds = [kind_of(codec_of(info.name, choices)) for info in manifest.parameters]
-        self._votes = {piece.number for piece in own if kinds[piece.parameter] == "sign"}
+        self._kinds = [kind_of(codec_of(info.name, choices)) for info in manifest.parameters]
+        self._votes: set[int] = set()
         """With those that are too small for a code."""
-        self._accumulated = {
-            number for number, each in self.coded.items() if kinds[each.piece.parameter] == "dgc"
-        }
+        self._accumulated: set[int] = set()
         """Their pushes have the momentum."""
+        self.adopt([piece for piece in slices if piece.server == index])
         self._settled = manifest.optimizer.groups
         self._group_of = [info.group for info in manifest.parameters]
         self._names = [info.name for info in manifest.parameters]
         self._announced: Groups = ()
         self._plain: dict[int, Hyperparameters] = {}
         """By group, ``_announced`` without momentum."""
+
+    def adopt(self, pieces: Sequence[Slice]) -> None:
+        """These are the server's, too: at the start, or when another one is lost."""
+        new = coded_slices(self._manifest, pieces)
+        self.coded.update(new)
+        self.averages.adopt(new)
+        for piece in pieces:
+            kind = self._kinds[piece.parameter]
+            if kind == "sign":
+                self._votes.add(piece.number)
+            elif kind == "dgc" and piece.number in new:
+                self._accumulated.add(piece.number)
 
     def are_clipped(self, slice_: int) -> bool:
         return slice_ in self._accumulated

@@ -69,16 +69,20 @@ class ReplyCodecs:
         self._server = executor.host.index
         self._trace: TraceRecorder | None = executor.host.trace
         self._names = slice_names(manifest)
-        coded = codes.coded
-        self._averages = codes.averages
-        self._answers = {number: _Answer(each) for number, each in coded.items()}
+        self._coded, self._averages = codes.coded, codes.averages
+        self._answers: dict[int, _Answer] = {}
         self._scratch: dict[int, memoryview] = {}  # by peer, for what arrives
         self._targets: dict[int, memoryview] = {}  # by peer, where that belongs, decoded
-        self._most_bytes = max((each.most_bytes for each in coded.values()), default=0)
+
+    def _answer_of(self, number: int) -> _Answer | None:
+        answer, coded = self._answers.get(number), self._coded.get(number)
+        if answer is None and coded is not None:
+            answer = self._answers.setdefault(number, _Answer(coded))
+        return answer
 
     # The receiving threads.
     def room(self, peer: Connection, header: Header) -> memoryview:
-        answer = self._answers.get(header.slice) if header.kind == Kind.PUSH else None
+        answer = self._answer_of(header.slice) if header.kind == Kind.PUSH else None
         size_bytes = header.payload_bytes
         if answer is None or header.flags & Flag.NO_GRADIENT:
             return self._inner.room(peer, header)
@@ -88,12 +92,14 @@ class ReplyCodecs:
         check_code(header, coded)
         whole = header._replace(payload_bytes=coded.raw_bytes)
         self._targets[peer.number] = self._inner.room(peer, whole)
-        if peer.number not in self._scratch:
-            self._scratch[peer.number] = np.empty(self._most_bytes, np.uint8).data
-        return self._scratch[peer.number][:size_bytes]
+        scratch = self._scratch.get(peer.number, EMPTY)
+        if len(scratch) < size_bytes:
+            most = max(each.most_bytes for each in self._coded.values())
+            scratch = self._scratch[peer.number] = np.empty(most, np.uint8).data
+        return scratch[:size_bytes]
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
-        answer = self._answers.get(header.slice) if header.kind == Kind.PUSH else None
+        answer = self._answer_of(header.slice) if header.kind == Kind.PUSH else None
         if answer is not None:
             # who pushes has the last answer: what is noted here is about the next one
             answer.is_average = bool(header.flags & Flag.GRADIENT)
@@ -120,7 +126,7 @@ class ReplyCodecs:
     # The sending threads.
     def encode(self, frame: SendFrame, raw: memoryview) -> memoryview:
         """Of a reply the code of its average, or of the difference to what workers have."""
-        answer = self._answers.get(frame.slice)
+        answer = self._answer_of(frame.slice)
         if answer is None or frame.step == 0 or not len(raw):
             return raw
         with answer.lock:

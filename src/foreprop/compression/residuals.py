@@ -22,7 +22,6 @@ from foreprop.core.codec import Place
 from foreprop.core.collect import NEVER, Round
 from foreprop.core.frames import SendFrame
 from foreprop.core.manifest import ParameterInfo
-from foreprop.core.retention import Residual
 from foreprop.core.wire import ROUND_SHIFT, Flag, Header
 from foreprop.errors import ConfigError, RemoteProtocolError
 
@@ -39,19 +38,19 @@ def round_of(push: SendFrame | Header) -> Round:
 class Kept:
     """What a codec keeps of one slice, as the rounds that counted have left it.
 
-    Where workers update, the next round tells whether one has counted (`core.retention`): until
-    then there are both states.
+    Where workers update, a slice's next round tells whether one has counted: if it is of a later
+    step, that was. Another round of the same step means that the one before was closed, or its step
+    skipped. Until then there are both states. Encoded once more, a round has the same bytes.
     """
 
-    __slots__ = ("_number", "_residual", "_tried", "arrays", "scale")
+    __slots__ = ("_open", "_tried", "arrays", "scale")
 
-    def __init__(self, number: int, arrays: Arrays, scale: float) -> None:
+    def __init__(self, arrays: Arrays, scale: float) -> None:
         self.arrays = arrays
         self.scale = scale
         """Of the loss, as the arrays have it."""
-        self._number = number
-        self._residual = Residual()
-        self._tried: Arrays = {}  # as the open round would leave it
+        self._open = NEVER  # the round that may still not count
+        self._tried: Arrays = {}  # as it would leave the arrays
 
     def use_scale(self, scale: float) -> None:
         factor, self.scale = scale / self.scale, scale
@@ -64,13 +63,13 @@ class Kept:
 
         ``builds_on``: what it averages has the last round's average in it, which so counts.
         """
-        if self._residual.open == round_:  # it is encoded once more
+        if self._open == round_:  # it is encoded once more
             return
-        for settled in self._residual.follow(self._number, round_):
-            if settled.counted or builds_on:
-                before, self.arrays, self._tried = self.arrays, self._tried, self.arrays
-                self._add_missing(self.arrays, before, scale)
-                self.scale = scale
+        last, self._open = self._open, NEVER
+        if last != NEVER and (last[0] < round_[0] or builds_on):
+            before, self.arrays, self._tried = self.arrays, self._tried, self.arrays
+            self._add_missing(self.arrays, before, scale)
+            self.scale = scale
         self.use_scale(scale)
 
     def _add_missing(self, arrays: Arrays, begun_with: Arrays, scale: float) -> None:
@@ -86,16 +85,16 @@ class Kept:
             self._tried = {key: torch.empty_like(array) for key, array in self.arrays.items()}
         for key, array in self.arrays.items():
             self._tried[key].copy_(array)
-        self._residual.open = round_
+        self._open = round_
         return self._tried
 
     def give_up(self) -> None:
         """What this round's encoding has given is not sent."""
-        self._residual.open = NEVER
+        self._open = NEVER
 
     def before(self, step: int, scale: float) -> Arrays:
         """Copies for an unscaled loss, as the rounds of earlier steps have left them."""
-        if self._residual.open == NEVER or self._residual.open[0] >= step:
+        if self._open == NEVER or self._open[0] >= step:
             return {key: array / self.scale for key, array in self.arrays.items()}
         copies = {key: array.clone() for key, array in self._tried.items()}
         self._add_missing(copies, self.arrays, scale)
@@ -134,7 +133,7 @@ class Residuals:
         kept = self._kept.get(number)
         if kept is None:
             arrays = self._codec_of(number).new_state(self._slices[number].elems)
-            kept = self._kept[number] = Kept(number, arrays, self.scale_at(step))
+            kept = self._kept[number] = Kept(arrays, self.scale_at(step))
         return kept
 
     def announce(self, step: int, scale: float) -> None:
@@ -211,7 +210,7 @@ class Residuals:
             raise RemoteProtocolError(f"slice {number} keeps {list(state)}, not {list(arrays)}")
         for key, array in arrays.items():
             state[key].copy_(array)
-        self._kept[number] = Kept(number, state, 1.0)
+        self._kept[number] = Kept(state, 1.0)
 
     def whole(self, step: int) -> dict[str, dict[str, torch.Tensor]]:
         """By parameter and array, copies in the parameter's shape, of an unscaled loss.
@@ -249,7 +248,7 @@ class Residuals:
                     )
                 arrays[key].copy_(flat[coded.piece.start_elems : coded.piece.stop_elems])
                 taken.add((info.name, key))
-            self._kept[number] = Kept(number, arrays, 1.0)
+            self._kept[number] = Kept(arrays, 1.0)
         return taken
 
 

@@ -112,9 +112,16 @@ FEATURES: Mapping[str, Feature] = {
     "elastic": Feature("elastic", (True,)),
     "fixed": Feature("elastic", (False,)),
     "max workers": Feature("max_workers"),
-    "buddy steps": Feature("buddy_steps", test=lambda config: config.buddy_steps is not None),
     "backup": Feature("backup_workers"),
     "replay": Feature("counted_replay"),
+    "counted by servers": Feature(
+        "backup_workers",
+        test=lambda config: (
+            config.backup_workers
+            or (config.counts_some and (config.update == "servers" or _may_be_dgc(config)))
+        ),
+        shown="`backup_workers`, or `update='servers'` with `elastic=True` or `counted_replay`",
+    ),
     "join": Feature("join"),
     "clip norm": Feature("clip_grad_norm"),
     "clip value": Feature("clip_grad_value"),
@@ -145,11 +152,12 @@ FEATURES: Mapping[str, Feature] = {
         " other than `bf16`, `fp16`, `randomk`, `lossless`", "randomk", "lossless"
     ),
     "check stale": Feature("check_stale"),
+    "elastic beside": Feature(
+        "elastic",
+        test=lambda config: config.elastic and not config.dedicated_servers,
+        shown="`elastic=True`, without `dedicated_servers`",
+    ),
     "elastic node's servers": _beside("servers_per_node", 1),
-    "elastic node's workers": _beside("workers_per_node", 1),
-    "elastic wire": _beside("wire_dtype"),
-    "elastic ema": _beside("ema"),
-    "elastic link rate": _beside("link_rate_bits_per_s"),
     # found by parallelize
     "no optimizer": _found("no optimizer"),
     "scaler": _found("a GradScaler given to `parallelize`"),
@@ -194,7 +202,6 @@ _ANY_STALE = "staleness, late"
 _SERVED = "use architecture='p2p' or 'ps'"
 _LEAVE_OUT = "leave out one of them"
 _OWN_HOOKS = "clip each rank's own gradients in hooks (Tensor.register_hook)"
-_DEDICATED = "use dedicated_servers"
 
 REFUSED: tuple[Refused, ...] = (
     _not_yet(
@@ -265,22 +272,9 @@ REFUSED: tuple[Refused, ...] = (
     # Who updates.
     _refused(
         "workers",
-        f"{_ANY_STALE}, backup, replay",
+        f"{_ANY_STALE}, backup",
         "servers decide which pushes become an update",
         "leave update out: then servers update",
-    ),
-    _not_yet(
-        "workers",
-        "elastic",
-        "what a lost worker leaves behind is kept by servers that update",
-        "leave update out: then servers update",
-    ),
-    _not_yet(
-        "workers",
-        "ema",
-        "servers that update keep the moving averages",
-        "average the parameters with torch.optim.swa_utils.AveragedModel, or leave update out:"
-        " then servers update",
     ),
     _refused(
         "workers",
@@ -296,7 +290,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     _refused(
         "tables beside workers",
-        "clip norm, clip value, scaler",
+        "clip norm, clip value, ema, scaler",
         "servers update the rows of tables, whose gradients no worker sees",
         "leave update out, with an optimizer that servers can apply; or clip in the loop, and use"
         " the scaler as in a script without foreprop",
@@ -314,16 +308,16 @@ REFUSED: tuple[Refused, ...] = (
         _COUNTED, _ANY_STALE, "with staleness workers are in different steps anyway", _LEAVE_OUT
     ),
     _not_yet(
-        _COUNTED,
+        "counted by servers",
         "clip norm",
         "the norm of a step is that of all gradients",
-        f"use clip_grad_value, or {_OWN_HOOKS}",
+        f"leave update out, use clip_grad_value, or {_OWN_HOOKS}",
     ),
     _not_yet(
-        _COUNTED,
+        "counted by servers",
         "codecs",
         "codecs keep values that all workers have alike",
-        "leave out one of them: wire_dtype works",
+        "leave update out, or one of them: wire_dtype works",
     ),
     _not_yet(
         _COUNTED,
@@ -332,10 +326,16 @@ REFUSED: tuple[Refused, ...] = (
         "name them in dense_parameters, or leave out the other one",
     ),
     _not_yet(
-        _COUNTED,
+        "counted by servers",
         "scaler",
         "a scaler leaves out steps of all ranks together",
-        "train in bfloat16, which needs none, or leave out the other one",
+        "leave update out, or train in bfloat16, which needs none",
+    ),
+    _not_yet(
+        "elastic",
+        "codecs auto",
+        "all ranks of the start agree on the codec after some steps, and begin anew",
+        "name a codec",
     ),
     _not_yet(
         f"{_COUNTED}, staleness",
@@ -362,30 +362,14 @@ REFUSED: tuple[Refused, ...] = (
         "set elastic=True (FOREPROP_ELASTIC), or leave max_workers out",
     ),
     _refused(
-        "buddy steps",
-        "fixed, dedicated",
-        "copies are for elastic=True with servers beside the workers, which die with them",
-        "leave buddy_steps out",
-    ),
-    _refused(
         "join", "link rate", "the emulated link of a lost worker is gone", "leave out one of them"
     ),
     _refused("elastic", "elastic node's servers", "a node has one server", "leave it out"),
-    _not_yet("elastic", "elastic node's workers", "a node that dies has one worker", _DEDICATED),
-    _not_yet(
-        "elastic",
-        "elastic wire",
-        "servers beside the workers have more of the values than they",
-        _DEDICATED,
-    ),
-    _not_yet(
-        "elastic",
-        "elastic ema",
-        "the averages are nowhere but at the servers that die",
-        "average in the loop with torch.optim.swa_utils.AveragedModel, or use dedicated_servers",
-    ),
     _refused(
-        "elastic", "elastic link rate", "a substitute is not on the emulated link", "leave it out"
+        "elastic beside",
+        "servers",
+        "what servers beside the workers keep is lost with a node",
+        "use dedicated_servers; or leave it out: then the workers update, which have all",
     ),
     # Workers apart.
     _refused(

@@ -51,7 +51,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 _FEW = (
-    "architecture buddy_steps clip_grad_norm clip_grad_value compression counted_replay"
+    "architecture clip_grad_norm clip_grad_value compression counted_replay"
     " delay_compensation ema encryption join late_nodes max_workers node_rates port_range"
     " rebalance_s table_init trace_steps"
 ).split()
@@ -211,9 +211,6 @@ class Config:
     join: str | None = _setting(
         None, "HOST:PORT of any server of an elastic session that runs: come in a lost one's place"
     )
-    buddy_steps: int | None = _setting(
-        None, "elastic p2p: steps from copy to copy of servers' state; 1: none is lost; 0: none", 0
-    )
     counted_log: str | None = _setting(
         None, "folder where servers write whose pushes they have counted, if not all workers'"
     )
@@ -354,15 +351,8 @@ class Config:
             elastic=self.elastic,
             max_workers=self.max_workers or 0,
             backup_workers=self.backup_workers,
-            buddy_steps=self.state_kept_every,
             counted_replay=self.counted_replay is not None,
         )
-
-    @property
-    def state_kept_every(self) -> int | None:
-        """``buddy_steps``, where the session outlives a node."""
-        beside = self.elastic and not self.dedicated_servers
-        return (50 if self.buddy_steps is None else self.buddy_steps) if beside else None
 
     @property
     def counts_some(self) -> bool:

@@ -64,7 +64,6 @@ class Settings(TypedDict, total=False):
     max_workers: int | None
     backup_workers: int
     join: str | None
-    buddy_steps: int | None
     counted_log: str | None
     counted_replay: str | None
     reduction: Reduction

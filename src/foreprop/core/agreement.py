@@ -80,7 +80,7 @@ def _check_apart(manifest: Manifest) -> None:
     """Of workers that may be apart: what each server relies on."""
     knobs = manifest.knobs
     staleness, strength = knobs.staleness, knobs.delay_compensation
-    together = manifest.workers_per_push > 1 or knobs.compression or knobs.aggregation.needs_norm
+    together = manifest.workers_per_push > 1 or knobs.compression or manifest.needs_norm
     bounded = staleness == "async" or staleness >= 0
     if not (bounded and 0 <= strength < math.inf) or (staleness and together):
         raise RemoteProtocolError(
@@ -100,7 +100,8 @@ def _check_counting(manifest: Manifest) -> None:
     if not any(kinds) and not backups:
         return
     rows = any(info.rows for info in manifest.parameters)
-    together = manifest.workers_per_push > 1 or knobs.compression or knobs.aggregation.needs_norm
+    codes = knobs.compression and (manifest.serves or backups > 0)
+    together = manifest.workers_per_push > 1 or codes or manifest.needs_norm
     unfit = together or rows or knobs.staleness or knobs.reply != "broadcast"
     if unfit or not 0 <= backups < manifest.world_size or sum(kinds) > 1:
         raise RemoteProtocolError(

@@ -55,6 +55,9 @@ class ClosingRule(Protocol):
     passes_on: bool
     """What is combined goes on to another server (`SERVER`), and so do rank 0's values."""
 
+    def begin(self, state: SliceState) -> None:
+        """Another slice is the server's."""
+
     def add(self, state: SliceState, push: PushArrived) -> Sequence[Any]:
         """Note a push."""
 
@@ -117,6 +120,21 @@ def unlike_values(
     return [FailSession(reason, -1, step)]
 
 
+def unlike_updates(
+    peers: Peers, state: SliceState, step: int, pushed: Mapping[int, int]
+) -> list[FailSession]:
+    """Fail if some workers update the parameter themselves, and others want it updated."""
+    unlike = split(peers, pushed, Flag.GRADIENT)
+    if unlike is None:
+        return []
+    updating, rest = unlike
+    reason = (
+        f"{updating} update {state.name} themselves in step {step}, but {rest} leave it to the"
+        " servers: the loop must use gradients alike on every rank; or set update='workers'"
+    )
+    return [FailSession(reason, -1, step)]
+
+
 def lacking(peers: Peers, state: SliceState, peer: int, where: str) -> list[FailSession]:
     """Fail, for this peer is somewhere else and the others need its push of the oldest round."""
     step = state.oldest[0]
@@ -146,6 +164,9 @@ class AllMembers:
         self._ahead = ahead
         self._left = self.members.left
 
+    def begin(self, state: SliceState) -> None:
+        """It has nothing of its own to note."""
+
     def pull(self, state: SliceState, event: PullArrived) -> Sequence[Any]:
         return [event]
 
@@ -158,7 +179,7 @@ class AllMembers:
             return self.missing_for_ever(state)
         if len(set(pushed.values())) > 1:
             unlike = unlike_values(self._peers, state, step, pushed)
-            unlike = unlike or self._unlike_updates(state, step, pushed)
+            unlike = unlike or unlike_updates(self._peers, state, step, pushed)
             if unlike:
                 return unlike
             ranks = with_gradient(pushed)
@@ -183,21 +204,6 @@ class AllMembers:
             raise self._misplaced(state, rank, at)
         pushed[rank] = flags
         return pushed
-
-    def _unlike_updates(
-        self, state: SliceState, step: int, pushed: Mapping[int, int]
-    ) -> list[FailSession]:
-        """Fail if some workers update the parameter themselves, and others want it updated."""
-        unlike = split(self._peers, pushed, Flag.GRADIENT)
-        if unlike is None:
-            return []
-        updating, rest = unlike
-        reason = (
-            f"{updating} update {state.name} themselves in step {step}, but {rest} leave it to"
-            " the servers: the loop must use gradients alike on every rank; or set"
-            " update='workers'"
-        )
-        return [FailSession(reason, -1, step)]
 
     def updated(self, state: SliceState, update: UpdateSlice, flags: int) -> Sequence[Any]:
         state.done = min(state.rounds)  # of one round: nobody was allowed to be ahead

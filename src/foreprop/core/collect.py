@@ -118,8 +118,8 @@ class SliceState:
         """The most urgent that a push of the open round has carried."""
         self.valued = -1
         """The last step that rank 0 has sent values for."""
-        self.last: list[int] = []
-        """By peer, the last step that it has pushed, if a rule looks at each by itself."""
+        self.last: list[Round] = []
+        """By peer, the last round that it has pushed, if a rule looks at each by itself."""
         self.owed: dict[int, tuple[int, int]] = {}
         """Likewise, who has pushed and is not answered: step and priority."""
 

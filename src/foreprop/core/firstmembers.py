@@ -11,7 +11,11 @@ gradient that counts in step s is always one of exactly the values after step s 
 step s exactly has been answered about s - 1 everywhere in time; where a slice of s is closed, N - b
 workers are. So enough of them push every slice of s, and no step waits for ever.
 
-Rules: the steps of which a worker pushes a slice increase. At most one step of a slice is open.
+Where workers update, a step may have several rounds of a slice, and each is answered with the
+average over those who are counted. Late pushes have no place there: the average of another step is
+of no use.
+
+Rules: the rounds of which a worker pushes a slice increase. At most one round of a slice is open.
 What a dropped member still sends is dropped; who comes in its place is `core.newcomers`'. Values
 come from rank 0: at the start, and without backup workers also later, when they were changed by
 hand. With them each worker may ask for the values of now (a pull of step 0), when it is owed no
@@ -25,9 +29,11 @@ from typing import Any
 
 from foreprop.core.closing import (
     Handlers,
+    RanksApart,
     States,
     first_failure,
     lacking,
+    unlike_updates,
     unlike_values,
     values_of_now,
 )
@@ -35,6 +41,7 @@ from foreprop.core.collect import (
     NEVER,
     AnswerSlice,
     DropPush,
+    Round,
     SliceState,
     UpdateSlice,
     with_gradient,
@@ -42,14 +49,20 @@ from foreprop.core.collect import (
 from foreprop.core.frames import FailSession, Finish, Peers, PullArrived, PushArrived
 from foreprop.core.membership import CountedReplay, MemberLeft, Members, PeerDropped
 from foreprop.core.newcomers import JoinAsked, JoinSettled, Newcomers
-from foreprop.core.wire import Flag
+from foreprop.core.wire import MOST_ROUNDS, ROUND_SHIFT, Flag
 from foreprop.errors import InternalError, RemoteProtocolError
+
+
+def _named(at: Round) -> str:
+    step, again = at
+    return f"step {step}" + (f", round {again + 1}" if 0 < again < MOST_ROUNDS else "")
 
 
 class FirstMembers:
     """See `core.closing.ClosingRule`.
 
-    With a ``replay`` every slice waits for all members, and counts whom that says.
+    With a ``replay`` every slice waits for all members, and counts whom that says. ``has_values``:
+    the server has what newcomers begin with.
     """
 
     binds, passes_on = True, False
@@ -61,20 +74,24 @@ class FirstMembers:
         *,
         members: Members,
         replay: CountedReplay | None = None,
+        has_values: bool = True,
     ) -> None:
         self.members = members
         self.may_be_apart = members.backups > 0
-        self.newcomers = Newcomers(members, states)
+        self.newcomers = Newcomers(members, states, has_values=has_values)
         self._states = states
         self._peers = peers
         self._replay = replay
         for state in states.values():
-            state.last = [0] * members.workers
+            self.begin(state)
         self.handlers: Handlers = {
             PeerDropped: self._on_peer_dropped,
             JoinAsked: self._on_join_asked,
             JoinSettled: self._on_join_settled,
         }
+
+    def begin(self, state: SliceState) -> None:
+        state.last = [(0, 0)] * self.members.workers
 
     # Read-only views.
     def incomplete(self) -> list[tuple[int, int]]:
@@ -109,8 +126,11 @@ class FirstMembers:
         if rank not in self.members.here:
             return [dropped]
         self._check(state, push)
-        state.last[rank] = step
-        if step <= state.done_step:
+        if self.newcomers.awaiting:
+            self.newcomers.has_pushed(rank)
+        at = (step, flags >> ROUND_SHIFT)
+        state.last[rank] = at
+        if at <= state.done:
             return [dropped, AnswerSlice(slice_, step, priority, (rank,))]
         state.owed[rank] = (step, priority)
         if state.updating:
@@ -118,23 +138,27 @@ class FirstMembers:
         if unfit := self._maybe_unfit(push, state.name):
             return [unfit]
         state.priority = min(priority, state.priority) if state.rounds else priority
-        state.rounds.setdefault((step, 0), {})[rank] = flags
+        state.rounds.setdefault(at, {})[rank] = flags
         return self._close_if_complete(slice_, state)
 
     def _check(self, state: SliceState, push: PushArrived) -> None:
-        rank, slice_, step = push[:3]
-        what = f"rank {rank} pushed slice {slice_} of {state.name} for step {step}"
+        rank, slice_, step, _, flags = push
+        at, last = (step, flags >> ROUND_SHIFT), state.last[rank]
+        what = f"rank {rank} pushed slice {slice_} of {state.name} for {_named(at)}"
         if rank in self.members.left:
             raise RemoteProtocolError(f"{what} after its goodbye")
-        if step <= state.last[rank]:
-            raise RemoteProtocolError(f"{what} after step {state.last[rank]}")
-        if step > state.done_step and state.rounds and step != state.oldest[0]:
-            raise RemoteProtocolError(f"{what} while step {state.oldest[0]} is open")
+        if at <= last:
+            raise RemoteProtocolError(f"{what} after {_named(last)}")
+        if at > state.done and state.rounds and at != state.oldest:
+            raise RanksApart(
+                f"{what} while {_named(state.oldest)} is open: all ranks must make the same number"
+                " of steps, and of backward passes in each"
+            )
 
     def _maybe_unfit(self, push: PushArrived, name: str) -> FailSession | None:
         """Of a push that has no meaning where not all are counted."""
         rank, _, step, _, flags = push
-        if flags & Flag.GRADIENT:
+        if flags & Flag.GRADIENT and self.members.backups:
             why = "the average gradient is asked for by rank {}: leave it to the servers"
         elif flags & Flag.VALUE_CHANGED and self.members.backups:
             why = "it was changed by hand on rank {}: change parameters before parallelize()"
@@ -151,13 +175,16 @@ class FirstMembers:
         may_close = not missing if self._replay else self.members.may_close(len(on_time), missing)
         if not may_close:
             return self._stuck(state)
-        if unlike := unlike_values(self._peers, state, step, pushed):
+        unlike = unlike_values(self._peers, state, step, pushed)
+        if unlike := unlike or unlike_updates(self._peers, state, step, pushed):
             return unlike
         counted = self._replay.at(slice_, step) if self._replay else on_time
         flags = {rank: pushed[rank] for rank in counted if rank in pushed}
         dropped = [DropPush(slice_, rank) for rank in pushed if rank not in flags]
         state.updating = step
-        return [*dropped, UpdateSlice(slice_, step, with_gradient(flags), counted=tuple(flags))]
+        is_average = any(each & Flag.GRADIENT for each in flags.values())
+        about = (slice_, step, with_gradient(flags), is_average)
+        return [*dropped, UpdateSlice(*about, counted=tuple(flags))]
 
     def _stuck(self, state: SliceState) -> list[FailSession]:
         """Fail if somebody has left who is still needed."""
@@ -171,10 +198,10 @@ class FirstMembers:
         slice_, step = update[:2]
         early = self.newcomers.updated(slice_, step) if self.members.since else ()
         answered = tuple(sorted({*state.owed, *early} & self.members.here))
-        state.done, state.updating = (step, 0), 0
+        state.done, state.updating = state.oldest, 0
         state.rounds.clear()
         state.owed.clear()
-        answer = AnswerSlice(slice_, step, state.priority, answered, flags)
+        answer = AnswerSlice(slice_, step, state.priority, answered, flags, update.gradient)
         return [answer, *self.newcomers.due()]
 
     # Who goes.
@@ -199,7 +226,7 @@ class FirstMembers:
         return [*followed, Finish()] if self.members.all_left else followed
 
     def _told_of(self, rank: int) -> MemberLeft:
-        last = [state.last[rank] for state in self._states.values()]
+        last = [state.last[rank][0] for state in self._states.values()]
         step, first = max(last, default=0), self.members.since.get(rank, 1)
         counted = last.count(step) if step >= first else 0
         return MemberLeft(rank, step, counted, len(last))

@@ -11,7 +11,7 @@ not collide.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
@@ -231,6 +231,26 @@ class ValuesAwaited(NamedTuple):
     """All slices come from the servers: at the start as step 0, to a newcomer as a later one."""
 
     step: int = 0
+
+
+class CameAfter(NamedTuple):
+    """A newcomer has all values as they are after this step."""
+
+    step: int
+
+
+class SlicesLost(NamedTuple):
+    """A server is gone, and these slices are not to be pushed before they are settled."""
+
+    server: int
+    owners: Mapping[int, int]
+    """By slice: the server that has it next."""
+
+
+class SlicesGoOn(NamedTuple):
+    """These go on at their owners, after these rounds."""
+
+    rounds: Mapping[int, tuple[int, int]]
 
 
 class PullsDue(NamedTuple):

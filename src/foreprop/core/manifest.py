@@ -121,8 +121,6 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_workers: int = 0
     """Ranks that there may be; 0: as many as at the start."""
     backup_workers: int = 0
-    buddy_steps: int | None = None
-    """Of `core.buddy`; None: a lost server is not outlived."""
     counted_replay: bool = False
     packs: Packs = ()
     """Small parameters, by number, that share a slice: see `core.packs`."""
@@ -223,6 +221,21 @@ class AnyManifest(
         """Ranks that there may be: more than at the start in an elastic session that may grow."""
         more: int = getattr(self.knobs, "max_workers", 0)  # a ring has no such knob
         return max(self.world_size, more)
+
+    @property
+    def serves(self) -> bool:
+        """Whether servers update anything; else they do nothing but average."""
+        return any(info.group != NO_GROUP for info in self.parameters)
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether servers need the norm of a step, and word of every parameter for it."""
+        return self.knobs.aggregation.needs_norm and self.serves
+
+    @property
+    def outlives_servers(self: Manifest) -> bool:
+        """Whether the session goes on without a server: nothing is at any that workers lack."""
+        return self.knobs.elastic and not self.serves
 
     def peers(self) -> Peers:
         """Who pushes to the servers."""

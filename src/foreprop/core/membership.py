@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from foreprop.errors import ConfigError, RemoteProtocolError
@@ -96,6 +96,19 @@ class Members:
         return self.backups > 0 and counted >= max(1, len(self.here) - self.backups)
 
 
+def is_quorum(some: Collection[int], of: Collection[int], dead: Collection[int]) -> bool:
+    """Whether these may go on without the others, some of whom may be there and out of reach.
+
+    More than half of those who are not known to be ``dead``, or exactly half with the lowest of
+    them: of two halves that cannot reach each other at most one goes on.
+    """
+    alive = set(of) - set(dead)
+    inside = alive & set(some)
+    return 2 * len(inside) > len(alive) or (
+        2 * len(inside) == len(alive) > 0 and min(alive) in inside
+    )
+
+
 # What was counted, in lines.
 HEAD = "foreprop counted sets 1"
 _HEAD = re.compile(HEAD + r": (?:(\d{1,9}) to )?(\d{1,9}) workers, (\d{1,9}) slices", re.ASCII)
@@ -115,16 +128,24 @@ class CountedLog:
     slices with numbers from ``first`` to ``last`` count these ranks, until another line says
     otherwise. At the start all are counted that have started. A line ``step left rank`` says who
     has left, within the last step that it has pushed any of the slices for. ``workers`` and
-    ``started`` as of `Members`.
+    ``started`` as of `Members`. One that ``goes_on`` says of each slice whom its first round has
+    counted: another server had it before.
     """
 
-    def __init__(self, workers: int, slices: Sequence[int], *, started: int | None = None) -> None:
+    def __init__(
+        self,
+        workers: int,
+        slices: Sequence[int],
+        *,
+        started: int | None = None,
+        goes_on: bool = False,
+    ) -> None:
         self._workers = workers
         self._started = workers if started is None else started
         self._slices = sorted(slices)
         self._last: dict[int, tuple[int, ...]] = {}
         self._changes: dict[int, dict[int, tuple[int, ...]]] = {}  # by step and slice, unwritten
-        self._everybody = tuple(range(self._started))
+        self._everybody = () if goes_on else tuple(range(self._started))
         self.uncounted = 0
         """Slices, of all steps, that not all workers were counted in."""
 

@@ -24,19 +24,24 @@ class MembershipWords:
     """One rank's view. Not thread-safe.
 
     ``holders``: the servers with slices; one without waits for nobody, and says it when it likes.
-    ``beside``: servers are beside workers, and go with them. ``absent``: ranks that are not here at
-    the start, and may come.
+    ``workers_per_node``: servers are beside so many workers, and go with them; None: they are
+    dedicated. ``absent``: ranks that are not here at the start, and may come.
     """
 
     def __init__(
-        self, holders: frozenset[int], *, beside: bool, absent: frozenset[int] = frozenset()
+        self,
+        holders: frozenset[int],
+        *,
+        workers_per_node: int | None,
+        absent: frozenset[int] = frozenset(),
     ) -> None:
         self.said: dict[int, dict[int, list[MembershipWord]]] = {}
         """By rank and server: all of them."""
         self.waits = False
         """A newcomer has not been told what was said before it came."""
         self._holders = holders
-        self._beside = beside
+        self._workers_per_node = workers_per_node
+        self._lost: frozenset[int] = frozenset()
         self._absent = absent
         self._forget()
 
@@ -54,6 +59,11 @@ class MembershipWords:
     def hear(self, rank: int, server: int, word: MembershipWord) -> list[MemberChange]:
         """Returns the changes that hold from now on."""
         self.said.setdefault(rank, {}).setdefault(server, []).append(word)
+        return [] if self.waits else self._advance()
+
+    def lose(self, server: int) -> list[MemberChange]:
+        """A dedicated one is gone, and says nothing more. Returns what holds without it."""
+        self._lost |= {server}
         return [] if self.waits else self._advance()
 
     def begin_with(self, said: Mapping[int, Mapping[int, Sequence[MembershipWord]]]) -> None:
@@ -119,7 +129,10 @@ class MembershipWords:
         self._used[rank, server] = self._used.get((rank, server), 0) + 1
 
     def _asked(self, rank: int) -> frozenset[int]:
-        return self._holders - self._ever_gone - {rank} if self._beside else self._holders
+        if self._workers_per_node is None:
+            return self._holders - self._lost
+        gone = {each // self._workers_per_node for each in (*self._ever_gone, rank)}
+        return self._holders - gone
 
     def _left_within(self, rank: int) -> int:
         """As far as is known. A newcomer that has made no step has left within its first one."""

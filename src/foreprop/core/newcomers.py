@@ -13,6 +13,9 @@ them when all its slices are there, and then the most urgent ones first: so what
 need comes before all that the last ones need. No slice of J is updated before the newcomer has
 pushed it, so what it is sent is the same on all servers and does not change under way.
 
+Where workers update, servers have no values: members give them (`elastic.givenmodel`). A server
+then only waits for the newcomer's first push, by which it has them.
+
 Some slices *rest*: nobody pushes them, as their parameters are frozen. When any server has closed a
 slice of step n, all that are pushed at all are after step n - 2 at least. So nobody is taken in
 before some slice of the third step is closed: until then a slice that rests is like any other. If
@@ -28,6 +31,7 @@ import msgspec
 
 from foreprop.core.collect import AnswerSlice, SliceState
 from foreprop.core.membership import Members
+from foreprop.core.wire import MOST_ROUNDS
 from foreprop.errors import RemoteProtocolError
 
 LEAD_STEPS = 2
@@ -91,9 +95,15 @@ class _EmptyHanded:
 
 
 class Newcomers:
-    """Those of one server. Not thread-safe. ``states`` are by slice."""
+    """Those of one server. Not thread-safe. ``states`` are by slice.
 
-    def __init__(self, members: Members, states: Mapping[int, SliceState]) -> None:
+    ``has_values``: the server has, and gives them.
+    """
+
+    def __init__(
+        self, members: Members, states: Mapping[int, SliceState], *, has_values: bool = True
+    ) -> None:
+        self._has_values = has_values
         self.awaiting: dict[int, _EmptyHanded] = {}
         """By rank: those that have joined and have no values yet."""
         self._ending: set[int] = set()
@@ -108,7 +118,7 @@ class Newcomers:
             raise RemoteProtocolError(f"rank {rank} wants to join, and is here")
         self.drop(rank)
         newest = max((_closed(each) for each in self._states.values()), default=0)
-        pushed = max((each.last[rank] for each in self._states.values()), default=0)
+        pushed = max((each.last[rank][0] for each in self._states.values()), default=0)
         least = max(newest + LEAD_STEPS, pushed) + 1
         if step < least or self._members.left:
             return AnswerJoin(rank, 0, least, newest, ending=bool(self._members.left))
@@ -116,7 +126,7 @@ class Newcomers:
         self._members.here.add(rank)
         self._members.since[rank] = step - LEAD_STEPS
         for each in self._states.values():
-            each.last[rank] = step - 1  # it pushes nothing of a step before
+            each.last[rank] = (step - 1, MOST_ROUNDS)  # it pushes nothing of a step before
         return AnswerJoin(rank, step, least, newest)
 
     def settle(self, event: JoinSettled) -> MemberJoined:
@@ -136,6 +146,8 @@ class Newcomers:
 
     def updated(self, slice_: int, step: int) -> list[int]:
         """A slice is; returns those who have had its values too early, for it did not rest."""
+        if not self._has_values:
+            return []
         early = [
             rank
             for rank, since in self._members.since.items()
@@ -152,6 +164,8 @@ class Newcomers:
 
     def due(self) -> list[AnswerSlice]:
         """What is to be sent to those who can be sent all values now, most urgent first."""
+        if not self._has_values:
+            return []
         found: list[AnswerSlice] = []
         ends = self._members.here - self._members.left <= self.awaiting.keys() | self._ending
         for rank, awaited in list(self.awaiting.items()):
@@ -171,6 +185,11 @@ class Newcomers:
                 key=lambda answer: (answer.priority, answer.slice),
             )
         return found
+
+    def has_pushed(self, rank: int) -> None:
+        """It has all values, whoever has sent them."""
+        if not self._has_values:
+            self.awaiting.pop(rank, None)
 
     @property
     def empty_handed(self) -> set[int]:

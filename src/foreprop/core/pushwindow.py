@@ -105,3 +105,9 @@ class PushWindow:
         if urgency is not None:
             self._unanswered[server].remove(urgency)
             self._unanswered_bytes[server] -= self._sizes_bytes[slice_]
+
+    def forget(self, server: int) -> None:
+        """It is gone, and answers nothing more."""
+        for _, _, slice_ in self._unanswered.pop(server, []):
+            self._unanswered_bytes[server] -= self._sizes_bytes[slice_]
+            del self._urgency_of[slice_]

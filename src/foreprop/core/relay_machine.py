@@ -110,7 +110,7 @@ class PassedUpwards:
         self._all = AllMembers(states, peers)
         self.members, self.leave = self._all.members, self._all.leave
         self.incomplete, self.missing = self._all.incomplete, self._all.missing
-        self.can_spare = self._all.can_spare
+        self.can_spare, self.begin = self._all.can_spare, self._all.begin
         self._states = states
         self._server = server
         self._reply = reply

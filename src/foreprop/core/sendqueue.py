@@ -176,6 +176,11 @@ class SendLanes(Generic[T]):
         is_short = len(self._busy) < self._at_least
         return self.depart() if was_full or is_short else self.depart_to(peer)
 
+    def forget(self, peer: int) -> None:
+        """It is gone: what is queued for it leaves no more. What is under way is still `sent`."""
+        queue = self._queues.pop(peer, None)
+        self.queued -= 0 if queue is None else len(queue)
+
     @property
     def idle(self) -> bool:
         """Whether nothing is queued or under way."""

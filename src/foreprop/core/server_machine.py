@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 from foreprop.core.barrier import HeldSums, StepBarrier
 from foreprop.core.closing import ClosingRule, States
 from foreprop.core.collect import (
-    NEVER,
     AnswerSlice,
     Replies,
     SendSquares,
@@ -47,7 +46,7 @@ from foreprop.core.frames import (
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendQueue, Turns
 from foreprop.core.slicing import Slice
-from foreprop.core.takeover import SliceTakenOver
+from foreprop.core.takeover import SlicesSettled
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError, RemoteProtocolError
 
@@ -78,6 +77,7 @@ class ServerMachine(Generic[Rule]):
         self._index = index
         self._peers = peers or each_worker(workers)
         self._slices = {piece.number: piece for piece in slices if piece.server == index}
+        self._names = names
         self._states = {
             number: _state_of(number, names[piece.parameter])
             for number, piece in self._slices.items()
@@ -94,7 +94,7 @@ class ServerMachine(Generic[Rule]):
         self._handlers: dict[type, Callable[[Any], Sequence[Any]]] = {
             PushArrived: self._on_push_arrived,
             ValueArrived: self._on_value_arrived,
-            SliceTakenOver: self._on_slice_taken_over,
+            SlicesSettled: self._on_slices_settled,
             PullArrived: self._on_pull_arrived,
             SliceUpdated: self._on_slice_updated,
             SliceSummed: self._on_slice_summed,
@@ -299,14 +299,16 @@ class ServerMachine(Generic[Rule]):
             told.append(MessageReady(SERVER, Kind.VALUE, 0, priority, slice_, NO_TOKEN))
         return self._go_on(told)
 
-    def _on_slice_taken_over(self, event: SliceTakenOver) -> Sequence[Any]:
-        """On a substitute (`core.takeover`). Pushes of the step after it may be here already."""
-        slice_, step, priority, owed = event
-        state = self._state(slice_)
-        if state.done != NEVER:
-            raise RemoteProtocolError(f"slice {slice_} is taken over twice")
-        state.done = (step, 0)
-        return self._go_on([InstallValue(slice_), AnswerSlice(slice_, step, priority, owed)])
+    # A lost server's slices (`core.takeover`).
+    def _on_slices_settled(self, event: SlicesSettled) -> Sequence[Any]:
+        for piece in event.pieces:
+            number = piece.number
+            if number not in self._slices:
+                self._slices[number] = piece
+                self._states[number] = _state_of(number, self._names[piece.parameter])
+                self.closing.begin(self._states[number])
+            self._states[number].done = event.rounds[number]
+        return []
 
     def _on_pull_arrived(self, event: PullArrived) -> Sequence[Any]:
         state = self._state(event.slice)

@@ -91,7 +91,10 @@ class BoundedStaleness:
         self._seen = {slice_: [0] * peers.count for slice_ in states}
         """By slice and rank: the version that the last answer had."""
         for state in states.values():
-            state.last = [0] * peers.count
+            self.begin(state)
+
+    def begin(self, state: SliceState) -> None:
+        state.last = [(0, 0)] * self._peers.count
 
     # Read-only views.
     def waiting(self, slice_: int) -> tuple[int, ...]:
@@ -104,7 +107,7 @@ class BoundedStaleness:
         return [(n, max(self._applied[n][rank] for rank in held[n])) for n in held if held[n]]
 
     def missing(self, state: SliceState, step: int) -> list[int]:
-        return [rank for rank, last in enumerate(state.last) if step - last > self._apart]
+        return [rank for rank, (last, _) in enumerate(state.last) if step - last > self._apart]
 
     def describe(self, state: SliceState, step: int) -> str:
         applied = self._applied[state.number]
@@ -114,7 +117,7 @@ class BoundedStaleness:
                 f"waits for rank {applied.index(slowest)}, which is at step {slowest}: step {step}"
                 f" may be {self._apart:g} ahead"
             )
-        return "has not been pushed" if step > max(state.last) else ""
+        return "has not been pushed" if step > max(state.last)[0] else ""
 
     def can_spare(self, rank: int) -> bool:
         return False
@@ -126,7 +129,8 @@ class BoundedStaleness:
     def add(self, state: SliceState, push: PushArrived) -> Sequence[Any]:
         rank, slice_, step, priority, flags = push
         self._check(state, push)
-        state.last[rank], state.owed[rank], state.priority = step, (step, priority), priority
+        state.last[rank], state.owed[rank] = (step, 0), (step, priority)
+        state.priority = priority
         if unfit := _maybe_unfit(push, state.name):
             return [unfit]
         ranks = () if flags & Flag.NO_GRADIENT else (rank,)
@@ -136,7 +140,7 @@ class BoundedStaleness:
         rank, _, step = push[:3]
         self.members.check_rank(rank)
         what = f"rank {rank} pushed {state.what} for step {step}"
-        last = state.last[rank]
+        last = state.last[rank][0]
         if rank in self.members.left:
             raise RemoteProtocolError(f"{what} after its goodbye")
         if step <= last:
@@ -173,14 +177,15 @@ class BoundedStaleness:
 
     def _stuck(self, state: SliceState) -> list[FailSession]:
         """Fail if somebody waits for one that has left."""
-        ahead = max(state.last)
+        steps = [step for step, _ in state.last]
+        ahead = max(steps)
         for rank in sorted(self.members.left):
-            last = state.last[rank]
+            last = steps[rank]
             if ahead - last <= self._apart:
                 continue
             reason = (
                 f"rank {rank} has left the session after step {last}, but rank"
-                f" {state.last.index(ahead)} is at step {ahead}, and may be {self._apart:g}"
+                f" {steps.index(ahead)} is at step {ahead}, and may be {self._apart:g}"
                 f" steps ahead with {state.name}: all ranks must make the same number of steps"
             )
             return [FailSession(reason, rank, last)]

@@ -1,119 +1,183 @@
-"""A lost server's slices go on at a substitute: from which step, with whose values.
+"""A lost server's slices go on at others: from which round, and what has to be sent once more.
 
-Theory of operation. A lost server takes with it what it had summed, what it had to send, and the
-optimizer state. The survivors have all else. Each claims, by slice, the step of the last answer
-that it has. A slice goes on from the newest step that any of them has: its values may have been
-used. The claims of a slice are at most one step apart, for nobody pushes a step before it has been
-answered about the one before, and no step is updated before all have pushed it. Who is behind is
-owed that step's answer, and gets it from the substitute. A push of the step after it is sent again
-to the substitute, for its bytes are kept until it is answered; all other pushes are in the values.
+Theory of operation. Where workers update, a server holds nothing but the pushes of open rounds: all
+values and all optimizer state are with every worker. Of each slice a worker keeps
 
-A substitute updates no slice before its values and its state are there: a slice needs the push of
-every survivor, and the connection of who sends the values brings them first, as the buddy's brings
-the state.
+- a push's bytes until it is answered;
+- the last average, whole and beside the gradient, until the slice's next average comes. All have
+  pushed for that one, and so all have had the one before.
+
+So of any two workers none is more than one round ahead, and what the last one lacks is somewhere:
+the average with who has it, or, if nobody has, all pushes.
+
+Each slice has an order of servers, and is owned by the first that lives (`owner_of`): one that is
+lost changes nothing for slices that are not its own, whoever else has been lost. A worker closes
+its connection to a lost server, and then *claims* the slices at their next owner: it says which
+round's average it has. When all members that the owner knows have claimed a slice, it is *settled*:
+it goes on after the newest round that any of them has. Who lacks that round's average is *owed* it:
+one who has it gives it to the owner, which passes it on. A push of the round after it is sent again
+to the new owner.
+
+A second loss changes who is awaited. If it takes the giver, another one gives; if nobody else has
+that average, nobody has used it, and the slice is settled anew: one round earlier, of which all
+send their pushes again.
+
+A lost server may have dropped a worker that never heard of it, and gone on without. One that is
+more than a round behind cannot be helped: it is refused, or it is answered about another round than
+it awaits, and ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
 
+from foreprop.core.collect import Round
+from foreprop.core.slicing import Slice
 from foreprop.errors import RemoteProtocolError
 
+RESTS: Round = (-1, 0)
+"""Claimed by who has come later, of a slice that it has never pushed: it lacks nothing."""
+NOBODY = -1
 
-# Events.
-class SliceTakenOver(NamedTuple):
-    """The values of a slice after this step are here, from a survivor; ``owed`` lack them."""
 
-    slice: int
-    step: int
-    priority: int
-    owed: tuple[int, ...]
-    """The numbers of the peers that wait for the answer of this step."""
+def owner_of(slice_: int, home: int, servers: int, lost: Collection[int]) -> int:
+    """Whose a slice is: its home server's, or the first of the others that lives; or `NOBODY`.
+
+    Each slice has an order of the others of its own, so that the lost one's share is divided.
+    """
+    if home not in lost:
+        return home
+    first = slice_ % max(servers - 1, 1)
+    for turn in range(servers - 1):
+        server = (home + 1 + (first + turn) % (servers - 1)) % servers
+        if server not in lost:
+            return server
+    return NOBODY
+
+
+# Events, of a server.
+class SlicesSettled(NamedTuple):
+    """These are this server's from now on, and go on after these rounds."""
+
+    pieces: tuple[Slice, ...]
+    rounds: Mapping[int, Round]
+
+
+Step = Annotated[int, msgspec.Meta(ge=-1, lt=2**32)]
+Again = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
+
+
+class Claim(NamedTuple):
+    """The last round of a slice whose average a worker has."""
+
+    slice: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+    step: Step
+    again: Again
 
 
 class Settled(NamedTuple):
     """Where a slice goes on."""
 
-    slice: int
-    step: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
-    """The newest whose values a survivor has."""
-    giver: int
-    """The number of the peer that is to send them."""
-    owed: tuple[int, ...]
-    """Those that lack them."""
-
-
-RESTS = -1
-"""Claimed of a slice by who has come later, and has its values, but no step's: it is not pushed."""
-
-
-class Settlement:
-    """Collects the claims of the survivors about one server's slices. Not thread-safe.
-
-    ``slices`` are the numbers of its slices, ascending; ``members`` the survivors' numbers;
-    ``buddy`` is the one on the substitute's node, who gives what it has: that crosses no link.
-    """
-
-    def __init__(self, slices: Sequence[int], members: Sequence[int], *, buddy: int) -> None:
-        self._slices = slices
-        self._members = frozenset(members)
-        self._buddy = buddy
-        self._claims: dict[int, Sequence[int]] = {}
+    slice: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+    step: Step
+    again: Again
+    """The newest round that a survivor has the average of."""
+    giver: Annotated[int, msgspec.Meta(ge=-1, lt=2**16)]
+    """Who is to give that, or `NOBODY`: none is owed it."""
 
     @property
-    def missing(self) -> list[int]:
-        """Who has not claimed anything yet."""
-        return sorted(self._members - self._claims.keys())
-
-    def add(self, member: int, steps: Sequence[int]) -> list[Settled]:
-        """Its last answered steps, by slice; with the last claim, all that is settled.
-
-        `RemoteProtocolError` leaves everything as it was.
-        """
-        if member not in self._members or member in self._claims:
-            raise RemoteProtocolError(f"peer {member} claims slices out of turn")
-        if len(steps) != len(self._slices):
-            raise RemoteProtocolError(
-                f"peer {member} claims {len(steps)} slices of {len(self._slices)}"
-            )
-        for other, claimed in self._claims.items():
-            for slice_, ours, theirs in zip(self._slices, steps, claimed, strict=True):
-                if RESTS not in (ours, theirs) and abs(ours - theirs) > 1:
-                    raise RemoteProtocolError(
-                        f"peer {member} has step {ours} of slice {slice_}, and peer {other} step"
-                        f" {theirs}: they cannot be more than one apart"
-                    )
-        self._claims[member] = tuple(steps)
-        return [] if self.missing else [*map(self._settle, range(len(self._slices)))]
-
-    def _settle(self, place: int) -> Settled:
-        steps = {member: claimed[place] for member, claimed in sorted(self._claims.items())}
-        newest = max(steps.values())
-        having = [member for member, step in steps.items() if step == newest]
-        giver = self._buddy if self._buddy in having else having[0]
-        owed = tuple(member for member, step in steps.items() if RESTS != step < newest)
-        return Settled(self._slices[place], newest, giver, owed)
+    def round(self) -> Round:
+        return self.step, self.again
 
 
-def pushed_again(unanswered: Mapping[int, int], settled: Mapping[int, int]) -> list[int]:
-    """Of the slices whose push of a step has left unanswered, those whose push is lost.
+class _Claimed:
+    """One slice."""
 
-    ``settled``: by slice, the step that it goes on from. Raises `RemoteProtocolError` if the
-    survivors have settled what this one cannot follow.
+    __slots__ = ("by", "giver", "is_settled", "owed", "round")
+
+    def __init__(self) -> None:
+        self.by: dict[int, Round] = {}
+        self.is_settled = False
+        self.round = RESTS
+        self.giver = NOBODY  # who has still to give
+        self.owed: tuple[int, ...] = ()
+
+
+class Takeovers:
+    """Collects the claims on slices that come to one server. Not thread-safe.
+
+    ``awaited``: the members now, all of whom have to claim.
     """
-    again = []
-    for slice_, step in sorted(unanswered.items()):
-        if slice_ not in settled:
-            continue
-        ahead = step - settled[slice_]
-        if ahead not in (0, 1):
+
+    def __init__(self, awaited: Callable[[], Collection[int]]) -> None:
+        self._awaited = awaited
+        self._slices: dict[int, _Claimed] = {}
+
+    def missing(self) -> list[int]:
+        """Who has not claimed what others have."""
+        open_ = [each for each in self._slices.values() if not each.is_settled]
+        return sorted({m for each in open_ for m in self._awaited() if m not in each.by})
+
+    def add(self, member: int, claims: Sequence[Claim]) -> list[Settled]:
+        """Returns what is settled by them. `RemoteProtocolError` leaves everything as it was."""
+        said = {claim.slice: (claim.step, claim.again) for claim in claims}
+        for slice_, round_ in said.items():
+            known = self._slices.get(slice_)
+            if known is None:
+                continue
+            if known.is_settled or member in known.by:
+                raise RemoteProtocolError(f"rank {member} claims slice {slice_} out of turn")
+            for other, theirs in known.by.items():
+                if RESTS not in (round_, theirs) and round_[0] < theirs[0] - 1:
+                    raise RemoteProtocolError(
+                        f"rank {member} has round {round_} of slice {slice_}, and rank {other}"
+                        f" round {theirs}: nobody can be more than one behind"
+                    )
+        for slice_, round_ in said.items():
+            self._slices.setdefault(slice_, _Claimed()).by[member] = round_
+        return self._settle_all(said)
+
+    def drop(self, member: int) -> list[Settled]:
+        """It is lost, too, and not ``awaited`` any more: what is settled by that, or anew."""
+        for each in self._slices.values():
+            each.by.pop(member, None)
+            each.owed = tuple(other for other in each.owed if other != member)
+        return self._settle_all(
+            [
+                slice_
+                for slice_, each in self._slices.items()
+                if each.by and (not each.is_settled or each.giver == member)
+            ]
+        )
+
+    def _settle_all(self, slices: Collection[int]) -> list[Settled]:
+        awaited = self._awaited()
+        found = []
+        for slice_ in slices:
+            each = self._slices[slice_]
+            if not all(member in each.by for member in awaited):
+                continue
+            each.is_settled = True
+            each.round = newest = max(each.by.values())
+            having = [member for member in sorted(each.by) if each.by[member] == newest]
+            each.owed = tuple(m for m in sorted(each.by) if RESTS != each.by[m] < newest)
+            each.giver = having[0] if each.owed else NOBODY
+            found.append(Settled(slice_, *newest, each.giver))
+        return found
+
+    def check_given(self, member: int, slice_: int, round_: Round) -> None:
+        """Raises `RemoteProtocolError` for an average that the member was not to give."""
+        each = self._slices.get(slice_)
+        if each is None or each.giver != member or each.round != round_:
             raise RemoteProtocolError(
-                f"slice {slice_} goes on from step {settled[slice_]}, and its push of step {step}"
-                " is unanswered"
+                f"rank {member} gave round {round_} of slice {slice_}, out of turn"
             )
-        if ahead:
-            again.append(slice_)
-    return again
+
+    def given(self, slice_: int) -> tuple[int, ...]:
+        """Its average is here: nobody has to give it any more. Returns who is owed it."""
+        each = self._slices[slice_]
+        each.giver = NOBODY
+        return each.owed

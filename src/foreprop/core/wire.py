@@ -61,7 +61,7 @@ class Kind(IntEnum):
     STATUS_PULL = 16  # W: what does this slice wait for?
     STATUS_REPLY = 17  # S
     FAILURE = 18  # both: the session has failed; why
-    BYE = 19  # W: nothing more will come; S with buddies: all workers have said so
+    BYE = 19  # W: nothing more will come; S that may be lost: all workers have said so
     ROWS_VALUE = 20  # W (rank 0): values of some of a shard's rows; `slice` is the shard's number
     ROWS_PUSH = 21  # W: gradients of some of a shard's rows
     ROWS_PULL = 22  # W: send me these rows as they are after `step`; `slice` is the request's
@@ -74,19 +74,16 @@ class Kind(IntEnum):
     PACE = 29  # W: how long its last steps took
     PACE_REPORT = 30  # S: who was late in them
     LEFT = 31  # S: a worker has left, and the others go on
-    SNAPSHOT = 32  # S: a slice's optimizer state after `step`, for its buddy to keep
-    SNAPSHOT_HELD = 33  # W: it is kept
-    TAKEOVER = 34  # W to its node's server, and S to all: a substitute for server `slice`
-    CLAIM = 35  # W: the steps of the slices' values that it has
-    SETTLED = 36  # S: by slice the step that it goes on from, and who is to send the values
-    TAKEN_OVER = 37  # W: a slice's values after `step`, from who is to send them
-    STATE_TAKEN_OVER = 38  # W (the buddy): its optimizer state after `step`; empty: it has none
+    CLAIM = 35  # W: by slice of a lost server, the last round whose average it has
+    SETTLED = 36  # S: by slice the round that it goes on after, and who is to give its average
+    TAKEN_OVER = 37  # W: that average
     JOIN = 39  # W: count me from `step` on; S: whether that is promised
     JOINED = 40  # W: all servers have promised it; S: to all, who counts from which step on
     SERVERS = 41  # W: where all listen, or, as the first frame, the question; S: the answer
     POSITIONS = 42  # W: where its loaders are, for who joins (`slice`) at `step`; S: passed on
     TRAINABLE = 43  # W: which parameters it has frozen and unfrozen, as it ends `step`
     PULSE = 44  # W: the first frame on a connection on which both ends say only that they are there
+    GIVEN = 32  # W: a part of what a newcomer begins with, whose first step follows; S: passed on
     DAMAGED = 45  # S: a gradient has not come as it was sent: has it changed meanwhile?
 
 

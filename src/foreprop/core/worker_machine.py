@@ -7,6 +7,9 @@ never older than one frame. With more than few servers, a `core.pushwindow.PushW
 worker from running ahead of the others. A parameter is complete when all its slices have been
 answered; who needs it waits for exactly that.
 
+Where servers may be lost (``outlives``), a slice has another owner after that (`core.takeover`).
+The machine keeps each slice's unanswered push, as a frame, and sends that again where it is lost.
+
 Rules: a slice is awaited from the moment its push is handed to the link; a reply for a slice that
 is not awaited, or for another step, is the server's protocol error. Shutdown is a state: once
 `Closing`, `Finish` comes as soon as the queue is empty.
@@ -18,8 +21,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from foreprop.core.collect import Round
 from foreprop.core.frames import (
     NO_TOKEN,
+    CameAfter,
     Closing,
     CompleteParameter,
     Finish,
@@ -31,13 +36,16 @@ from foreprop.core.frames import (
     PullsDue,
     ReplyArrived,
     SendFrame,
+    SlicesGoOn,
+    SlicesLost,
     ValuesAwaited,
     ValuesOffered,
 )
 from foreprop.core.packs import Packs
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendLanes, Turns
 from foreprop.core.slicing import Slice
-from foreprop.core.wire import Flag, Kind
+from foreprop.core.takeover import RESTS
+from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
 from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
 
 if TYPE_CHECKING:
@@ -48,6 +56,10 @@ WorkerInstruction = SendFrame | CompleteParameter | Finish
 _NOT_AWAITED = -1
 _UNANSWERED = Flag.NO_GRADIENT | Flag.MEASURE
 """Pushes that take no room, or that are answered only when all have left: see `core.pushwindow`."""
+
+
+def _round_of(push: SendFrame) -> Round:
+    return push.step, push.flags >> ROUND_SHIFT
 
 
 def _may_leave(window: PushWindow, frame: SendFrame, is_short: bool) -> bool:
@@ -74,6 +86,7 @@ class WorkerMachine:
         window: PushWindow | None = None,
         turns: Turns = USUAL_TURNS,
         packs: Packs = (),
+        outlives: bool = False,
     ) -> None:
         if window is not None and (order, reply) != ("priority", "broadcast"):
             raise InternalError(f"a push window with order={order!r}, reply={reply!r}")
@@ -91,6 +104,13 @@ class WorkerMachine:
         self._closing = False
         self.most_queued = 0
         """The most frames that have waited after an event."""
+        self._owner = [piece.server for piece in slices]
+        self._outlives = outlives
+        self._open: dict[int, SendFrame] = {}  # by slice, its unanswered push, if it may be lost
+        self._claimed: set[int] = set()  # slices that may not be pushed yet to their owner
+        self._answered_round = [(0, 0)] * len(slices if outlives else ())
+        self._unchanged: set[int] = set()
+        self._came_after = 0  # a newcomer: the step before its first one
         self._awaited_step = [_NOT_AWAITED] * len(slices)
         self._missing = [0] * parameters  # slices still to be answered
         self.awaited = 0
@@ -110,6 +130,9 @@ class WorkerMachine:
             NotifyArrived: self._on_notify_arrived,
             PullsDue: self._on_pulls_due,
             PrioritiesLearned: self._on_priorities_learned,
+            CameAfter: self._on_came_after,
+            SlicesLost: self._on_slices_lost,
+            SlicesGoOn: self._on_slices_go_on,
             Closing: self._on_closing,
         }
 
@@ -153,10 +176,30 @@ class WorkerMachine:
         queued = {frame.slice for frame in self._lanes.items() if frame.kind == Kind.PUSH}
         step = self._step[parameter]
         return [
-            (piece, piece.number not in queued)
+            (piece._replace(server=self._owner[piece.number]), piece.number not in queued)
             for piece in self._slices_of[parameter]
             if self._awaited_step[piece.number] == step or piece.number in queued
         ]
+
+    def owner_of(self, slice_: int) -> int:
+        """The server that has it now."""
+        return self._owner[slice_]
+
+    def claim(self, slice_: int) -> Round:
+        """The last round of which its answer is here."""
+        answered = self._answered_round[slice_]
+        if answered != (0, 0) or not self._came_after:
+            return answered
+        return (self._came_after, 0) if slice_ in self._open else RESTS
+
+    def was_unchanged(self, slice_: int) -> bool:
+        """Whether that answer was that no rank had a gradient."""
+        return slice_ in self._unchanged
+
+    def is_lost(self, slice_: int, round_: Round) -> bool:
+        """Whether its push is of a later round than its new owner goes on after."""
+        push = self._open.get(slice_)
+        return push is not None and _round_of(push) > round_
 
     # Handlers.
     def _on_gradient_ready(self, event: GradientReady) -> Sequence[WorkerInstruction]:
@@ -170,8 +213,14 @@ class WorkerMachine:
         priority = self._urgency[parameter]
         self._missing[parameter] = len(pieces)
         self._step[parameter] = step
-        push = self._lanes.push
-        for index, _, _, _, server in pieces:
+        push, owner = self._lanes.push, self._owner
+        for index, *_ in pieces:
+            server = owner[index]
+            if self._outlives:
+                frame = SendFrame(server, Kind.PUSH, step, index, priority, flags, NO_TOKEN)
+                self._open[index] = frame
+                if index in self._claimed:
+                    continue
             if with_value:
                 value = SendFrame(server, Kind.VALUE, step, index, priority, 0, NO_TOKEN)
                 push(server, step, priority, value)
@@ -217,8 +266,10 @@ class WorkerMachine:
     def _on_reply_arrived(self, event: ReplyArrived) -> Sequence[WorkerInstruction]:
         slice_, step, server = event[:3]
         expected = self.awaits(slice_, step)
-        if not expected or self._slices[slice_].server != server:
+        if not expected or self._owner[slice_] != server:
             raise self._unexpected(slice_, step, server, "reply", expected)
+        if self._outlives:
+            self._note_answer(slice_, event.flags)
         done = self._answered(slice_)
         if self._window is None:
             return done
@@ -274,6 +325,39 @@ class WorkerMachine:
         self._closing = True
         return self._left(self._lanes.depart())
 
+    def _on_came_after(self, event: CameAfter) -> Sequence[WorkerInstruction]:
+        self._came_after = event.step
+        return []
+
+    # Servers that are lost.
+    def _on_slices_lost(self, event: SlicesLost) -> Sequence[WorkerInstruction]:
+        self._lanes.forget(event.server)
+        if self._window is not None:
+            self._window.forget(event.server)
+        for slice_, owner in event.owners.items():
+            self._owner[slice_] = owner
+            self._claimed.add(slice_)
+        return self._left(self._lanes.depart())
+
+    def _on_slices_go_on(self, event: SlicesGoOn) -> Sequence[WorkerInstruction]:
+        """What has been pushed of a later round is lost; what it is owed comes by itself."""
+        for slice_, round_ in event.rounds.items():
+            self._claimed.discard(slice_)
+            if self.is_lost(slice_, round_):
+                self._awaited_step[slice_] = _NOT_AWAITED
+                self._enqueue(self._open[slice_]._replace(peer=self._owner[slice_]))
+        return self._left(self._lanes.depart())
+
+    def _note_answer(self, slice_: int, flags: int) -> None:
+        push = self._open.pop(slice_, None)
+        if push is None:
+            return  # the values of the start
+        self._answered_round[slice_] = _round_of(push)
+        if flags & Flag.UNCHANGED:
+            self._unchanged.add(slice_)
+        else:
+            self._unchanged.discard(slice_)
+
     # Shared pieces.
     def _enqueue(self, frame: SendFrame) -> None:
         self._lanes.push(frame.peer, frame.step, frame.priority, frame)
@@ -297,7 +381,7 @@ class WorkerMachine:
     ) -> RemoteProtocolError:
         text = f"server {server} sent a {what} for slice {slice_}"
         if expected:
-            owner = self._slices[slice_].server
+            owner = self._owner[slice_]
             return RemoteProtocolError(f"{text}, which belongs to server {owner}")
         known = 0 <= slice_ < len(self._slices)
         awaited = self._awaited_step[slice_] if known else _NOT_AWAITED

@@ -14,8 +14,14 @@ from foreprop.core.manifest import Manifest
 from foreprop.core.newcomers import AnswerJoin, JoinAsked, JoinSettled, MemberJoined
 from foreprop.core.wire import Header, Kind
 from foreprop.elastic.memberblobs import NewcomersBlobs
+from foreprop.elastic.partspassedon import PartsPassedOn
 from foreprop.elastic.positions import decode_positions
-from foreprop.elastic.whereabouts import LIMIT_BYTES, Whereabouts, decode_whereabouts
+from foreprop.elastic.whereabouts import (
+    LIMIT_BYTES,
+    ServerPlace,
+    Whereabouts,
+    decode_whereabouts,
+)
 from foreprop.link.connection import Connection, bounded, nothing
 from foreprop.path.joining import GreetingRefused
 
@@ -75,6 +81,9 @@ class Admission:
         """Also what members have for newcomers."""
         return NewcomersBlobs(blobs, self._members)
 
+    def parts_passed_on(self, executor: Executor) -> PartsPassedOn:
+        return PartsPassedOn(self._members, executor)
+
     # For who is not here yet.
     def whereabouts(self) -> bytes:
         with self._lock:
@@ -90,6 +99,12 @@ class Admission:
             and machine.has_sent_all(rank)
             and (rank not in connections or connections[rank].ended)
         ]
+
+    def place_of(self, rank: int) -> ServerPlace | None:
+        """Of the server that goes with a worker; None: there is none, or nobody has told."""
+        with self._lock:
+            node = rank // self._where.workers_per_node
+            return next((place for place in self._where.places if place.node == node), None)
 
     def check_place(self, rank: int) -> None:
         if rank not in self._free():
@@ -159,6 +174,7 @@ class Admission:
     def _tell(self, joined: MemberJoined) -> None:
         rank, step = joined
         self._counting.newcomers.add(rank)
+        self._counting.joined(rank)
         here = tuple(sorted(self._members.settled))
         LOGGER.warning(
             "server %d counts rank %d from step %d on, which has joined; %d of %d workers are here",

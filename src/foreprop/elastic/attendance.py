@@ -21,6 +21,7 @@ from foreprop.core.dealing import MemberChange, PassProgress
 from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.membershipwords import MembershipWord, MembershipWords
 from foreprop.core.wire import Kind
+from foreprop.elastic.givenmodel import GivenModel
 from foreprop.elastic.memberblobs import GivenBlobs
 from foreprop.elastic.positions import PassPosition, Positions
 from foreprop.errors import ForepropError
@@ -34,7 +35,8 @@ Where = Callable[[], tuple[int, PassProgress | None] | None]
 class Attendance:
     """Of one session, on a worker; made by the thread that trains."""
 
-    def __init__(self, engine: WorkerEngine) -> None:
+    def __init__(self, engine: WorkerEngine, workers_per_node: int | None) -> None:
+        """``workers_per_node``: that have a server beside them; None: servers are dedicated."""
         self.on_membership: list[Callable[[MemberChange, Sequence[int]], object]] = []
         """Told of each change of the members once it is known, and who is here then.
         In a receiving thread, without a lock."""
@@ -45,6 +47,7 @@ class Attendance:
         self.on_end: list[Callable[[Sequence[int]], object]] = []
         """Told, before this member ends the session, of others' first steps that it does not make.
         """
+        self.model: GivenModel | None = None
         self.given: GivenBlobs | None = None
         """What this rank has for newcomers beside positions."""
         self._ended = False
@@ -52,7 +55,7 @@ class Attendance:
         self._engine = engine
         self._words = MembershipWords(
             frozenset(piece.server for piece in engine.slices),
-            beside=engine.manifest.knobs.buddy_steps is not None,
+            workers_per_node=workers_per_node,
             absent=frozenset(range(self.started, self.workers)),
         )
         self._words.waits = self.is_newcomer
@@ -72,9 +75,17 @@ class Attendance:
             with contextlib.suppress(ForepropError):  # the session is over; closing says so
                 self._tell_at_the_end([(rank, step)])
 
+    def lose_server(self, server: int) -> None:
+        with self._engine.lock:
+            news = self._words.lose(server)
+        self._tell_of(news)
+
     def _hear(self, rank: int, server: int, word: MembershipWord) -> None:
         with self._engine.lock:
             news = self._words.hear(rank, server, word)
+        self._tell_of(news)
+
+    def _tell_of(self, news: Sequence[MemberChange]) -> None:
         self._engine.progress.notify()
         for change in news:
             for function in self.on_membership:
@@ -161,8 +172,9 @@ class Attendance:
         with self._engine.lock:
             coming = [(rank, step) for rank, step in self._words.joining() if step == done + 1]
         self._tell(coming)
-        if self.given is not None:
-            self.given.end_step(done)
+        for gives in (self.given, self.model):
+            if gives is not None:
+                gives.end_step(done)
 
     def end(self) -> None:
         """This member ends the session: tell who was to join at a step that nobody makes."""
@@ -174,8 +186,9 @@ class Attendance:
     def _tell_at_the_end(self, coming: Sequence[tuple[int, int]]) -> None:
         self._tell(coming)
         firsts = sorted({step for _, step in coming})
-        if self.given is not None:
-            self.given.end(firsts)
+        for gives in (self.given, self.model):
+            if gives is not None:
+                gives.end(firsts)
         for function in self.on_end if firsts else ():
             function(firsts)
 

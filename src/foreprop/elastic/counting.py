@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
 from foreprop.config import LOGGER, Config
-from foreprop.core.buddy import BuddiedServer
 from foreprop.core.collect import AnswerSlice, DropPush, UpdateSlice
 from foreprop.core.firstmembers import FirstMembers
 from foreprop.core.frames import CONTROL_PRIORITY, SendFrame
@@ -26,6 +26,7 @@ from foreprop.core.membership import (
     MemberLeft,
     Members,
     PeerDropped,
+    is_quorum,
 )
 from foreprop.core.sendqueue import turns_of
 from foreprop.core.server_machine import ServerMachine
@@ -34,14 +35,20 @@ from foreprop.core.wire import Flag, Kind
 from foreprop.elastic.admission import Admission
 from foreprop.elastic.countedfile import CountedFile, read_replay
 from foreprop.elastic.departure import Departure
+from foreprop.elastic.takenover import TakenOver
 from foreprop.errors import Failure, ForepropError, StorageError, failure_of
 from foreprop.link.connection import EMPTY, Connection
+from foreprop.link.stream import is_refused
 from foreprop.path.executor import Doer, Executor
 from foreprop.path.slicestore import SliceStore
 from foreprop.path.versions import Versions
 
+if TYPE_CHECKING:
+    from foreprop.compression.images import CodedSlices
+
 SILENT_SHARE = 0.75
 """Of ``step_timeout_s``: a server drops who is silent before others give up waiting."""
+_GOODBYE_S = 1.0
 _TOLD_S = 2.0
 """How long a dropped worker may take to be told so."""
 
@@ -59,30 +66,52 @@ class Counting:
         self._limit_s = SILENT_SHARE * config.step_timeout_s
         self.members = Members(workers, backups=knobs.backup_workers, started=started)
         replay = _maybe_replay(config, index, workers, own)
-        self.machine: ServerMachine[FirstMembers] | BuddiedServer = ServerMachine(
+        self.machine = ServerMachine(
             slices,
             index=index,
             workers=workers,
             order=knobs.order,
             names=[info.name for info in manifest.parameters],
             turns=turns_of(knobs.lanes, index, started),
-            closing=partial(FirstMembers, members=self.members, replay=replay),
+            closing=partial(
+                FirstMembers,
+                members=self.members,
+                replay=replay,
+                has_values=not manifest.outlives_servers,
+            ),
         )
-        versions = Versions(manifest) if knobs.backup_workers else None
-        self.store = SliceStore(manifest, slices, index, versions=versions)
-        self._index = index
-        self._log = CountedLog(workers, own, started=started)
-        self._file: CountedFile | None = None
+        self._codes: CodedSlices | None = None
+        self._index, self._started = index, started
+        self.taken_over = TakenOver(slices, index, self) if manifest.outlives_servers else None
+        self._slices, self._log_folder = slices, config.counted_log
+        log = CountedLog(workers, own, started=started)
+        self._logs = dict.fromkeys(own, log)
+        """By slice."""
+        self._files: dict[CountedLog, CountedFile] = {}
         if config.counted_log is not None:
-            self._file = CountedFile(config.counted_log, index, manifest.session, self._log)
+            self._files[log] = CountedFile(config.counted_log, index, manifest.session, log)
         self._silent: dict[int, tuple[tuple[int, int] | None, float]] = {}
         """Who is awaited: its last push, and since when that is its last."""
         self._leaving: list[tuple[Connection, float]] = []
         """Dropped, and still to be told: when they are given up."""
         self._reasons: dict[int, str] = {}
+        self._base = set(self.members.started)
+        """Of whom those who go on must be a majority."""
+        self._ended: set[int] = set()
+        """Whose connections their side has ended."""
+        self._dead: set[int] = set()
+        """Of these, those whose processes are no more."""
         self.newcomers: set[int] = set()
         """All that have ever joined."""
         self.admission = Admission(manifest, index, self) if self._elastic else None
+
+    def make_store(self, codes: CodedSlices | None) -> SliceStore:
+        """``codes``: of slices whose pushes are codes, where workers update."""
+        versions = Versions(self._manifest) if self._manifest.knobs.backup_workers else None
+        self._codes = codes
+        about = (self._manifest, self._slices, self._index)
+        self.store = SliceStore(*about, versions=versions, codes=codes)
+        return self.store
 
     def payload_of(self, frame: SendFrame) -> memoryview:
         """Values go with their frame: see `_answer`."""
@@ -108,23 +137,41 @@ class Counting:
             AnswerSlice: self._answer,
             DropPush: self._drop,
         }
-        if self.admission is not None:
-            self.admission.begin(executor)
+        for service in (self.admission, self.taken_over):
+            if service is not None:
+                service.begin(executor)
 
     # Doing.
     def _update_counted(self, due: UpdateSlice) -> Sequence[object] | None:
         with self._lock:
-            lines = self._log.note(due.slice, due.step, due.counted or ())
-            if self._file is not None and lines:
-                self._file.write(lines)
+            log = self._logs[due.slice]
+            lines = log.note(due.slice, due.step, due.counted or ())
+            if lines and log in self._files:
+                self._files[log].write(lines)
         return self._update(due)
 
+    def adopt(self, pieces: Sequence[Slice]) -> None:
+        """A lost server's: each has a log of its own. With the lock held."""
+        if self._codes is not None:
+            self._codes.adopt(pieces)
+        self.store.adopt(pieces)
+        for home in {piece.server for piece in pieces}:
+            own = [piece.number for piece in pieces if piece.server == home]
+            every = [piece.number for piece in self._slices if piece.server == home]
+            log = CountedLog(self.members.workers, every, started=self._started, goes_on=True)
+            self._logs |= dict.fromkeys(own, log)
+            if self._log_folder is not None:
+                session = f"{self._manifest.session}-{home}-{self._index}-{own[0]}"
+                self._files[log] = CountedFile(self._log_folder, home, session, log)
+
     def _answer(self, answer: AnswerSlice) -> None:
-        slice_, step, priority, ranks, flags, _ = answer
+        slice_, step, priority, ranks, flags, is_average = answer
         at_step, data = self.store.read(slice_, ranks)
         if 0 < step < at_step:
             flags |= Flag.LATE
         data = EMPTY if flags & Flag.UNCHANGED else data
+        if is_average and self._codes is not None and len(data):
+            data = self._codes.averages.code(slice_, data)
         for rank in ranks:
             self._executor.send(rank, Kind.REPLY, step, priority, slice_, data, flags)
 
@@ -153,11 +200,16 @@ class Counting:
         """Whether the session goes on without this worker, which then is told so. Any thread."""
         if not self._elastic:
             return False
+        self._look_for_dead(peer)
         with self._lock:
             if peer.left:
                 return True
             if not self.machine.can_spare(peer.number):
                 return False
+            rest = self.members.settled - {peer.number}
+            if not is_quorum(rest, self._base, self._dead):
+                self._executor.host.fail(self._out_of_reach(peer.number, failure))
+                return True
             peer.left = peer.silent = True
             self._reasons[peer.number] = failure.message
             told, instructions = _parted(self.machine.handle(PeerDropped(peer.number)))
@@ -173,7 +225,42 @@ class Counting:
         )
         peer.start_sending_past_queue("foreprop-dropped", Kind.FAILURE, farewell.encode())
         self._go_on(told, instructions)
+        if self.taken_over is not None:
+            with self._lock:
+                self.taken_over.drop(peer.number)
         return True
+
+    def _look_for_dead(self, peer: Connection) -> None:
+        """Whose process is no more: asked only where that decides, for it takes a moment."""
+        rest = self.members.settled - {peer.number}
+        if peer.ended:
+            self._ended.add(peer.number)
+        for rank in sorted(self._ended - self._dead - rest):
+            if is_quorum(rest, self._base, self._dead):
+                return
+            place = None if self.admission is None else self.admission.place_of(rank)
+            # of a worker without a server there is nobody else to be asked
+            if place is None or is_refused(place.host, place.port):
+                self._dead.add(rank)
+
+    def _out_of_reach(self, rank: int, failure: Failure) -> Failure:
+        rest = sorted(self.members.settled - {rank})
+        return msgspec.structs.replace(
+            failure,
+            message=f"{failure.message}. Server {self._index} can reach only ranks {rest} of"
+            f" {sorted(self._base)}, and no majority: others may have gone on without them. Start"
+            " these again when they reach the others, or all from a checkpoint",
+        )
+
+    def joined(self, rank: int) -> None:
+        """It counts. With the lock held."""
+        self._base.add(rank)
+        self._dead.discard(rank)
+        self._ended.discard(rank)
+
+    def agreed(self) -> None:
+        """All who are here have done so as these members. With the lock held."""
+        self._base = set(self.members.settled)
 
     def expect(self, peer: Connection) -> None:
         """It may come: in the place of one that was lost, or for the first time."""
@@ -186,8 +273,8 @@ class Counting:
         host = self._executor.host
         try:
             with self._lock:
-                if self._file is not None:
-                    self._file.write([line for left in told for line in self._log.left(*left[:2])])
+                for log, file in self._files.items():
+                    file.write([line for left in told for line in log.left(*left[:2])])
             with torch.no_grad():  # in the server's own thread it is not off
                 self._executor.execute(instructions)
         except ForepropError as error:
@@ -230,12 +317,21 @@ class Counting:
             peer, Failure(kind="PeerLost", message=why, peer=f"rank {rank}", step=peer.last_step)
         )
 
-    def close(self) -> None:
-        """The session is over."""
+    def close(self, *, failed: bool) -> None:
+        """The session is over. If all workers have left, they are told that this is no loss."""
+        if self.taken_over is not None and self.members.all_left and not failed:
+            goodbyes = [
+                self.connections[rank].start_sending_past_queue("foreprop-goodbye", Kind.BYE)
+                for rank in sorted(self.members.left)
+            ]
+            deadline = time.monotonic() + _GOODBYE_S
+            for goodbye in goodbyes:
+                goodbye.join(max(0.0, deadline - time.monotonic()))
         try:
             with self._lock:  # an update may still be under way
-                if self._file is not None:
-                    self._file.close()
+                self._log_folder = None  # whoever still settles a slice opens no other one
+                for file in self._files.values():
+                    file.close()
         except StorageError as error:
             LOGGER.error("server %d: %s", self._index, error)
 

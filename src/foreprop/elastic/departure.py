@@ -14,6 +14,7 @@ from foreprop.core.decoding import decoded
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.elastic.admission import Arrival, decode_arrival
 from foreprop.elastic.attendance import Attendance
+from foreprop.elastic.givenmodel import GivenModel
 from foreprop.elastic.memberblobs import GivenBlobs
 from foreprop.elastic.positions import decode_positions
 from foreprop.elastic.whereabouts import LIMIT_BYTES
@@ -41,7 +42,7 @@ class MemberNotices:
 
     kinds = frozenset({Kind.LEFT, Kind.JOINED, Kind.POSITIONS})
 
-    def __init__(self, engine: WorkerEngine) -> None:
+    def __init__(self, engine: WorkerEngine, workers_per_node: int | None) -> None:
         self.arrivals: dict[int, dict[int, Arrival]] = {}
         """By rank and server: the last one."""
         self._engine = engine
@@ -50,9 +51,11 @@ class MemberNotices:
         """By rank and server: the last one."""
         self._gone = dict.fromkeys(range(self._started, self._most), 0)
         """By rank: the step within which it has left, as far as is known; 0: before the start."""
-        self.attendance = Attendance(engine)
+        self.attendance = Attendance(engine, workers_per_node)
         self.given: GivenBlobs | None = None
         """What this rank has for newcomers."""
+        self.model: GivenModel | None = None
+        """Likewise, where workers update."""
 
     def end(self) -> None:
         """This member is about to say goodbye."""
@@ -62,11 +65,13 @@ class MemberNotices:
     def give(self, buffers: ModelBuffers, frozen: Sequence[torch.Tensor]) -> None:
         """To newcomers, in an elastic session."""
 
-        def members() -> dict[int, int]:
-            joined = self.joined()
-            return {rank: joined.get(rank, 0) for rank in self.members}
+        about = (self._engine, self.first_steps, buffers, frozen)
+        self.given = self.attendance.given = GivenBlobs(*about)
 
-        self.given = self.attendance.given = GivenBlobs(self._engine, members, buffers, frozen)
+    def first_steps(self) -> dict[int, int]:
+        """Of those who are here, by rank; 0: it was here at the start."""
+        joined = self.joined()
+        return {rank: joined.get(rank, 0) for rank in self.members}
 
     def room(self, peer: Connection, header: Header) -> memoryview:
         return bounded(header, LIMIT_BYTES)
@@ -103,8 +108,9 @@ class MemberNotices:
             by_server[server] = told
             self._gone[told.rank] = max(self._gone.get(told.rank, -1), told.step)
             members = self.members
-        if first and self.given is not None:
-            self.given.hear_left(told.rank)
+        for gives in (self.given, self.model) if first else ():
+            if gives is not None:
+                gives.hear_left(told.rank)
         if first and members[:1] == [self._engine.rank]:
             LOGGER.warning(
                 "rank %d has left within step %d: %s; %d of %d workers are left",
@@ -132,6 +138,8 @@ class MemberNotices:
         self.attendance.hear_joined(rank, server, step)
         if self.given is not None:
             self.given.hear_joined(rank, server, step)
+        if self.model is not None and rank != self._engine.rank:
+            self.model.hear_joined(rank, step)
         others = [member for member in members if member != rank]
         if step > before and self._engine.rank == min(others, default=rank):
             LOGGER.warning(

@@ -48,9 +48,13 @@ class GivenBlobs:
         """The buffers, by the first step that they are for."""
         self._given: set[int] = set()
         """The first steps for which this rank's frozen parameters have left."""
-        self._carrier = min((piece.server for piece in engine.slices), default=0)
+
+    @property
+    def _carrier(self) -> int:
         """The server by which they go. It has slices, so it has told of a newcomer before the step
         before its first one can end."""
+        machine = self._engine.machine
+        return min((machine.owner_of(piece.number) for piece in self._engine.slices), default=0)
 
     # In receiving threads.
     def hear_joined(self, rank: int, server: int, step: int) -> None:
@@ -65,6 +69,12 @@ class GivenBlobs:
         """Whoever is the lowest rank now sends what the one before may not have sent."""
         with self._engine.lock:
             self._coming.pop(rank, None)
+            self.give_again()
+
+    def give_again(self) -> None:
+        """A server is lost, too, or who was to give."""
+        with self._engine.lock:
+            self._given.clear()
             self._give(anew=True)
 
     # In the training thread.

@@ -15,7 +15,7 @@ _Number = Annotated[int, msgspec.Meta(ge=-1, lt=2**16)]
 
 
 class ServerPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Of one server, or of its substitute."""
+    """Of one server."""
 
     host: _Name
     port: Annotated[int, msgspec.Meta(gt=0, lt=2**16)]
@@ -23,6 +23,8 @@ class ServerPlace(msgspec.Struct, frozen=True, array_like=True):
     """The id by which it is greeted."""
     node: _Number = -1
     """Whose server process it is in; -1: a dedicated one's own."""
+    is_lost: bool = False
+    """Others have its slices (`core.takeover`)."""
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -34,6 +36,7 @@ class Whereabouts(msgspec.Struct, frozen=True):
     session: _Name
     places: Annotated[tuple[ServerPlace, ...], msgspec.Meta(max_length=MOST_PROCESSES)]
     free: tuple[_Number, ...] = ()
+    workers_per_node: Annotated[int, msgspec.Meta(gt=0, lt=2**16)] = 1
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)

@@ -128,6 +128,10 @@ class AveragedParameter:
     def sent_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview | None:
         return self._part.sent_gradient(start_bytes, stop_bytes)
 
+    @property
+    def landed(self) -> memoryview:
+        return self._part.landed
+
     def land_average(self, gradient: torch.Tensor) -> None:
         self._part.land_average(gradient)
 
@@ -523,6 +527,10 @@ class AveragedParameter:
             engine, number = self._session.engine_of(self.index)
             engine.wait(number, 0)
             self.memory.land()
+        self.has_first_value()
+
+    def has_first_value(self) -> None:
+        """It is what all ranks have."""
         self.start = ValueMark(self.parameter)
 
     def give_away(self) -> None:

@@ -57,6 +57,10 @@ class Rounds:
         self._expected, self._fewer = before._expected, before._fewer
         self._passes = before._passes
 
+    def begin_at(self, step: int) -> None:
+        """A newcomer's first step."""
+        self.step = step
+
     @property
     def flags(self) -> int:
         """For a push's flags: which of the step's rounds this is."""

@@ -36,7 +36,8 @@ class RoundPart:
     def __init__(
         self, owner: AveragedParameter, session: SessionState, together: Averaging
     ) -> None:
-        self.landing = Landing(owner.parameter, getattr(owner.memory, "accelerator", None))
+        accelerator = getattr(owner.memory, "accelerator", None)
+        self.landing = Landing(owner.parameter, accelerator, stays=session.keeps_averages)
         self.scalings = Scalings()
         """By which this round's average is, or is to be, multiplied."""
         self.serial = 0
@@ -57,7 +58,7 @@ class RoundPart:
         self._engine, self._number = session.engine_of(owner.index)
         self._together = together
         self._rounds = together.rounds
-        self._held = HeldGradient(owner.name)
+        self._held = HeldGradient(owner.name, stays=session.keeps_averages)
         self._sent: memoryview | None = None  # until the round is over, where passes may add to it
 
     # What the engine reads and writes. Any thread.
@@ -67,6 +68,11 @@ class RoundPart:
         if self.pack is not None:
             return self.pack.room
         self._answered = True
+        return bytes_of(self.landing.room)
+
+    @property
+    def landed(self) -> memoryview:
+        """The last average, as others may need it. Any thread."""
         return bytes_of(self.landing.room)
 
     def land_average(self, gradient: torch.Tensor) -> None:
@@ -182,10 +188,16 @@ class RoundPart:
 class Landing:
     """Host memory of the parameter's shape, from the first average on."""
 
-    def __init__(self, parameter: torch.nn.Parameter, device: Accelerator | None) -> None:
-        """``device``: that gradients are copied from beside training, if they are."""
+    def __init__(
+        self, parameter: torch.nn.Parameter, device: Accelerator | None, *, stays: bool = False
+    ) -> None:
+        """``device``: that gradients are copied from beside training, if they are.
+
+        What lands ``stays`` as it is until the next average does: others may need it.
+        """
         self._parameter = parameter
         self._device = device
+        self._stays = stays
         self._room: torch.Tensor | None = None
         self._is_lent = False  # the room: a part of what a whole pack lands in
         self._making_room = threading.Lock()
@@ -204,7 +216,8 @@ class Landing:
     def empty(self) -> None:
         """Nobody needs what has landed, and no more lands soon: the room takes no memory."""
         room = self._room
-        if room is not None and self._device is None and not self._is_lent:
+        stays = self._stays or self._is_lent or self._device is not None
+        if room is not None and not stays:
             drop_pages(room)
 
     def lend(self, room: torch.Tensor) -> None:
@@ -218,7 +231,8 @@ class Landing:
     def as_autograd_would(self) -> torch.Tensor:
         """What has landed, in the parameter's layout and place: kernels round by layout."""
         parameter = self._parameter
-        if parameter.is_contiguous() and (self._is_lent or parameter.device.type == "cpu"):
+        is_alike = self._is_lent or parameter.device.type == "cpu"
+        if parameter.is_contiguous() and is_alike and not self._stays:
             return self.room
         return self._copy_to(torch.empty_like(parameter))
 
@@ -227,7 +241,7 @@ class Landing:
         landed = self.room
         if gradient.layout != torch.strided:
             gradient.data = landed.to_sparse(gradient.sparse_dim()).to(gradient.device)
-        elif fresh and not self._is_lent and _may_swap(gradient):
+        elif fresh and not (self._is_lent or self._stays) and _may_swap(gradient):
             self._room = gradient.detach()
             gradient.data = landed
         else:

@@ -102,6 +102,22 @@ def connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
             return sock
 
 
+def is_refused(address: str, port: int, *, within_s: float = 1.0) -> bool:
+    """Whether nobody listens there any more, as the kernel says: it may take a process a moment."""
+    deadline = time.monotonic() + within_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((address, port), timeout=left_s) as sock:
+                if sock.getsockname() == sock.getpeername():
+                    return True  # nobody listens, and the kernel has joined the port to itself
+        except ConnectionRefusedError:
+            return True
+        except (OSError, ValueError, OverflowError):
+            return False
+        time.sleep(0.02)
+    return False
+
+
 def tune(
     sock: socket.socket,
     *,

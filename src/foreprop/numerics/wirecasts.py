@@ -8,6 +8,7 @@ and receive, while the bytes are in the cache: no pass through the model waits f
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,11 @@ _AT_ONCE_ELEMS = 32_768
 
 
 class WireCasts:
-    """Between float32 parameters and the wire. Per server one thread sends, one receives."""
+    """Between float32 parameters and the wire.
+
+    A thread sends one slice at a time, and receives one. Which server a slice belongs to may change
+    meanwhile (`core.takeover`), so memory is the threads'.
+    """
 
     def __init__(self, manifest: Manifest, slices: Sequence[Slice]) -> None:
         wire_dtype = manifest.knobs.wire_dtype
@@ -32,13 +37,8 @@ class WireCasts:
             for info, on_wire in zip(manifest.parameters, manifest.wire_dtypes(), strict=True)
         ]
         self._slices = {piece.number: piece for piece in slices if cast[piece.parameter]}
-        self._largest_elems: dict[int, int] = {}
-        for piece in self._slices.values():
-            largest = self._largest_elems.get(piece.server, 0)
-            self._largest_elems[piece.server] = max(largest, piece.elems)
-        self._outgoing: dict[int, torch.Tensor] = {}
-        """By server; one frame is under way to each."""
-        self._incoming: dict[int, torch.Tensor] = {}
+        self._largest_elems = max((piece.elems for piece in self._slices.values()), default=0)
+        self._outgoing, self._incoming = threading.local(), threading.local()
 
     def __contains__(self, slice_: int) -> bool:
         """Whether this slice's gradients and new values are cast at all."""
@@ -49,7 +49,7 @@ class WireCasts:
         return self._slices[slice_].elems * self._dtype.itemsize
 
     def narrow(self, slice_: int, gradient: memoryview) -> memoryview:
-        """The gradient's bytes in the wire's type; they last until the server's next slice."""
+        """The gradient's bytes in the wire's type; they last until this thread's next slice."""
         target = self._room(self._outgoing, slice_)
         _cast(target, torch.frombuffer(gradient, dtype=torch.float32))
         return bytes_of(target)
@@ -62,13 +62,11 @@ class WireCasts:
         """Put the reply that has come to `destination` into the parameter's bytes."""
         _cast(torch.frombuffer(values, dtype=torch.float32), self._room(self._incoming, slice_))
 
-    def _room(self, rooms: dict[int, torch.Tensor], slice_: int) -> torch.Tensor:
-        piece = self._slices[slice_]
-        room = rooms.get(piece.server)
-        if room is None:
-            largest = self._largest_elems[piece.server]
-            room = rooms[piece.server] = torch.empty(largest, dtype=self._dtype)
-        return room[: piece.elems]
+    def _room(self, rooms: threading.local, slice_: int) -> torch.Tensor:
+        whole: torch.Tensor | None = getattr(rooms, "whole", None)
+        if whole is None:
+            whole = rooms.whole = torch.empty(self._largest_elems, dtype=self._dtype)
+        return whole[: self._slices[slice_].elems]
 
 
 def _cast(target: torch.Tensor, source: torch.Tensor) -> None:

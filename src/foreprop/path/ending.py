@@ -203,8 +203,8 @@ class Ending:
 
     def _join_receivers(self, deadline: float) -> list[int]:
         """The servers whose connections are still there."""
-        for server in 2 * [*range(len(self.threads))]:  # a substitute's may have followed
-            self.threads[server].join(max(0.0, deadline - time.monotonic()))
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         return [server for server, thread in enumerate(self.threads) if thread.is_alive()]
 
     def abort(self) -> None:

@@ -154,7 +154,7 @@ class Executor:
         peers: Peers,
         connections: Mapping[int, Connection],
         thread_name: str,
-        undelivered: Callable[[TransportError], None] | None = None,
+        undelivered: Callable[[int, TransportError], None] | None = None,
     ) -> None:
         self.host = host
         self.lock = host.lock
@@ -242,7 +242,7 @@ class Executor:
             self._connections[peer].send(kind, flags, step, slice_, priority, payload)
         except TransportError as error:
             if self._undelivered is not None:
-                self._undelivered(error)
+                self._undelivered(peer, error)
             return
         sent = self.pipeline.sent.get(kind)
         if sent is not None:

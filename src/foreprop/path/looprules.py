@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _EDIT_HINT = (
     "Set parallelize(..., update='workers'): then every worker applies the optimizer, and gradients"
-    " may be read, clipped and edited as with DDP. Or leave it to servers, as lossy compression,"
-    " elastic, staleness and backup_workers need it: by clip_grad_norm=, clip_grad_value=, scaler=."
+    " may be read, clipped and edited as with DDP. Or leave it to servers, as staleness and"
+    " backup_workers need it: by clip_grad_norm=, clip_grad_value=, scaler=."
 )
 _ANY_NUMBER_HINT = (
     "Set parallelize(..., update='workers'): then every worker applies the optimizer, and backward"

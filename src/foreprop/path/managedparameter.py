@@ -61,6 +61,8 @@ class ManagedParameter(Watched, Protocol):
     def values(self) -> memoryview: ...
     def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any: ...
     def sent_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview | None: ...
+    @property
+    def landed(self) -> memoryview: ...
     def land_average(self, gradient: torch.Tensor) -> None: ...
 
     # The start.
@@ -135,6 +137,9 @@ class SessionState(FirstUses, Protocol):
 
     reduces_by_kind: bool
     """Whether other things are made of sparse gradients than of dense ones."""
+
+    keeps_averages: bool
+    """Whether averages stay as they land, and gradients as they leave: others may need them."""
 
     stale_readers: StaleReaders | None
     """Told about what is pending, with ``check_stale``."""

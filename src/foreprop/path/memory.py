@@ -143,11 +143,13 @@ class MemoryFactory:
 class HeldGradient:
     """A gradient while it is being sent: kept alive until its last part has been taken.
 
-    Given once its bytes can be sent; taken in parts by the sending threads, one per server.
+    Given once its bytes can be sent; taken in parts by the sending threads, one per server. If it
+    ``stays`` it may be taken again, until the next one is held: a server may be lost that had it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, stays: bool = False) -> None:
         self._name = name
+        self._stays = stays
         self._gradient: torch.Tensor | None = None
         self._bytes: Any = None
         self._unsent_bytes = 0
@@ -160,10 +162,12 @@ class HeldGradient:
         self._bytes = its_bytes
 
     def take(self, start_bytes: int, stop_bytes: int) -> Any:
-        """A part; each is taken once. Any thread."""
+        """A part; each is taken once, if it does not stay. Any thread."""
         whole = self._bytes
         if whole is None or self._gradient is None:
             raise InternalError(f"no gradient of {self._name} is held")
+        if self._stays:
+            return whole[start_bytes:stop_bytes]
         with self._taking:
             self._unsent_bytes -= stop_bytes - start_bytes
             if self._unsent_bytes <= 0:
@@ -187,6 +191,10 @@ class ParameterMemory(Protocol):
         """The same part as it is now, if it may have changed since, and is not answered. Receiving
         thread.
         """
+
+    @property
+    def landed(self) -> memoryview:
+        """The last average, where the workers update, as it stays until the next one lands."""
 
     def land_average(self, gradient: torch.Tensor) -> None:
         """Collectives have aggregated it, and the workers update: flat. Any thread."""
@@ -243,6 +251,11 @@ class SliceMemory:
         parameter, start, stop = self._extents[slice_]
         return self._memory[parameter].values[start:stop]
 
+    def landed(self, slice_: int) -> memoryview:
+        """The slice's last average, where the workers update."""
+        parameter, start, stop = self._extents[slice_]
+        return self._memory[parameter].landed[start:stop]
+
     def room(self, slice_: int, size_bytes: int) -> memoryview:
         """Where a reply goes: mostly into the parameter itself."""
         parameter, start, stop = self._extents[slice_]
@@ -267,7 +280,7 @@ def push_window(
         return None
     from foreprop.core.pushwindow import PushWindow, may_hold_back, pushed_bytes
 
-    if not may_hold_back(knobs.order, knobs.reply, needs_norm=knobs.aggregation.needs_norm):
+    if not may_hold_back(knobs.order, knobs.reply, needs_norm=manifest.needs_norm):
         return None
     sizes_bytes = pushed_bytes(manifest, slices)
     return PushWindow(sizes_bytes, config.push_window_bytes, servers=servers)

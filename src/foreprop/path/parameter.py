@@ -144,6 +144,10 @@ class SynchronisedParameter:
         """It belongs to the library until it is answered."""
         return None
 
+    @property
+    def landed(self) -> memoryview:
+        raise InternalError(f"the workers do not update {self.name}")
+
     def land_average(self, gradient: torch.Tensor) -> None:
         raise InternalError(f"the workers do not update {self.name}")
 

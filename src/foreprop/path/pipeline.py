@@ -79,6 +79,9 @@ class Losses(Protocol):
     def cut(self, peer: Connection) -> None:
         """End a connection for this side; its receiving thread then says that it is lost."""
 
+    def undelivered(self, server: int) -> bool:
+        """A connection has not taken a frame: whether that will be outlived."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Features:

@@ -27,6 +27,7 @@ class Requests:
     kinds = frozenset({Kind.BLOB_REPLY, Kind.STATE_REPLY})
 
     def __init__(self, engine: WorkerEngine) -> None:
+        self._engine = engine
         self._pieces: list[Slice | Shard] = [*engine.slices, *engine.shards]
         self._blob_bytes = engine.manifest.blob_bytes
         self._send = engine.send_message
@@ -77,7 +78,13 @@ class Requests:
         With ``Flag.AVERAGES`` its moving average.
         """
         about = (Kind.STATE, step, CONTROL_PRIORITY, data)
-        self._send(self._pieces[number].server, *about, slice_=number, flags=flags)
+        self._send(self._owner_of(number), *about, slice_=number, flags=flags)
+
+    def _owner_of(self, number: int) -> int:
+        slices = self._engine.slices
+        if number < len(slices):
+            return self._engine.machine.owner_of(number)
+        return self._pieces[number].server
 
     def fetch_states(
         self, numbers: Sequence[int], step: int, *, flags: int = 0
@@ -85,7 +92,7 @@ class Requests:
         """The optimizer state of these slices and shards, or what the flags say instead."""
         about = (Kind.STATE_PULL, step, CONTROL_PRIORITY, b"")
         for number in numbers:
-            self._send(self._pieces[number].server, *about, slice_=number, flags=flags)
+            self._send(self._owner_of(number), *about, slice_=number, flags=flags)
         self._progress.wait_until(
             lambda: all(number in self._states for number in numbers),
             self._timeout_s,
@@ -121,7 +128,7 @@ class Inquiry:
         sending_to: Callable[[], Sequence[int]],
     ) -> None:
         self.outside: Outside | None = None
-        self._needs_norm = engine.manifest.knobs.aggregation.needs_norm
+        self._needs_norm = engine.manifest.needs_norm
         self._names = [info.name for info in engine.parameters]
         self._shards = engine.shards
         self._machine = machine

@@ -219,7 +219,8 @@ class Updates:
         finished = _SLICE_UPDATED
         if update.gradient:
             measure = update.measure
-            squares = self._store.aggregate_only(update.slice, update.ranks, measure=measure)
+            pushed = (update.slice, update.ranks, update.counted)
+            squares = self._store.aggregate_only(*pushed, measure=measure)
             finished = SliceUpdated(squares)
         else:
             with self._lock:

@@ -173,19 +173,23 @@ class SliceStore:
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         sliced_elems = manifest.sliced_elems()
-        self._slices = {
-            piece.number: SliceTensors(
+        workers = self._world_size
+
+        def make(piece: Slice) -> SliceTensors:
+            number = piece.parameter
+            return SliceTensors(
                 piece,
-                sliced_elems[piece.parameter],
-                dtypes[piece.parameter],
-                wire_dtypes[piece.parameter],
+                sliced_elems[number],
+                dtypes[number],
+                wire_dtypes[number],
                 optimizer,
-                workers=self._world_size,
+                workers=workers,
                 holds_values=readers is None or manifest.is_served(piece),
             )
-            for piece in slices
-            if piece.server == index
-        }
+
+        self._make = make
+        self._slices: dict[int, SliceTensors] = {}
+        self.adopt([piece for piece in slices if piece.server == index])
         self.lets_go = not all(tensors.holds_values for tensors in self._slices.values())
         """Whether it is to know which replies have left."""
         slices_bytes = sum(tensors.gradient_bytes for tensors in self._slices.values())
@@ -193,6 +197,10 @@ class SliceStore:
         whose = "ranks" if manifest.workers_per_push == 1 else "nodes"
         watches = self._world_size > 1 and 0 in self._slices  # one server: all would say the same
         self._same_batch = SameBatch(f"server {index}", whose) if watches else None
+
+    def adopt(self, pieces: Sequence[Slice]) -> None:
+        """These are the server's, too: at the start, or when another one is lost."""
+        self._slices |= {piece.number: self._make(piece) for piece in pieces}
 
     def values(self, slice_: int) -> memoryview:
         """The slice's parameters as bytes, for replies.
@@ -344,7 +352,12 @@ class SliceStore:
                 self._versions.add(tensors, step, changed=changed)
 
     def aggregate_only(
-        self, slice_: int, ranks: Sequence[int], *, measure: bool
+        self,
+        slice_: int,
+        ranks: Sequence[int],
+        counted: Sequence[int] | None = None,
+        *,
+        measure: bool,
     ) -> tuple[SquareSum, ...]:
         """Aggregate the gradients of ``ranks``, which is what the replies carry: workers update.
 
@@ -354,9 +367,10 @@ class SliceStore:
         """
         tensors = self._slices[slice_]
         if not ranks:
-            self._drop_gradients(tensors, list(tensors.gradients))
+            if counted is None:
+                self._drop_gradients(tensors, list(tensors.gradients))
             return tuple(ZERO for _ in self._places_of(tensors.piece)) if measure else ()
-        kept = self._kept_of(tensors, self._total(tensors, ranks), ranks)
+        kept = self._kept_of(tensors, self._total(tensors, ranks, counted), ranks)
         self._hand_out(tensors, kept)
         if not measure:
             return ()

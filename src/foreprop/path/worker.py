@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from foreprop.config import Config
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
+    CameAfter,
     Closing,
     CompleteParameter,
     GradientReady,
@@ -32,7 +33,7 @@ from foreprop.core.manifest import Manifest
 from foreprop.core.sendqueue import turns_of
 from foreprop.core.wire import DAMAGE_BYTES, Damage, Flag, Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
-from foreprop.errors import Failure, RemoteProtocolError
+from foreprop.errors import Failure, RemoteProtocolError, TransportError
 from foreprop.link.connection import (
     EMPTY,
     Connection,
@@ -87,7 +88,7 @@ class WorkerEngine:
         self._features = Features()
         self._servers = servers or [f"server {i}" for i in range(len(streams))]  # for messages
         self._aggregation = manifest.knobs.aggregation
-        self.every_parameter = self._aggregation.needs_every_parameter
+        self.every_parameter = manifest.serves and self._aggregation.needs_every_parameter
         names = [info.name for info in manifest.parameters]
         self.progress = Progress(names, rank=rank, config=config, trace=trace, look=look)
         self.counters = self.progress.counters
@@ -95,7 +96,7 @@ class WorkerEngine:
         self._streams, self.index, self.trace = streams, rank, trace
         # for the trace, of steps that are even and odd: the next may begin before one has left
         self._queued_ns = [0] * len(names), [0] * len(names)
-        self._machine = WorkerMachine(
+        self.machine = WorkerMachine(
             self.slices,
             parameters=len(names),
             order=manifest.knobs.order,
@@ -103,8 +104,9 @@ class WorkerEngine:
             window=push_window(manifest, self.slices, config, servers=len(streams)),
             turns=turns_of(manifest.knobs.lanes, rank, manifest.knobs.servers),
             packs=manifest.knobs.packs,
+            outlives=manifest.knobs.elastic,
         )
-        self.priority_of, self.is_complete = self._machine.priority_of, self._machine.is_complete
+        self.priority_of, self.is_complete = self.machine.priority_of, self.machine.is_complete
         self._welcomes = self.steps = 0
         self._after_step: list[Callable[[], None]] = []
         self._offered = 0  # values that have still to leave
@@ -125,12 +127,12 @@ class WorkerEngine:
             for server, stream in enumerate(streams)
         ]
         self.executor = Executor(
-            self._machine,
+            self.machine,
             self,
             Peers(()),
             dict(enumerate(self.connections)),
             "foreprop-send",
-            undelivered=self.broke,
+            undelivered=self._undelivered,
         )
         self.executor.doers[CompleteParameter] = self.progress.parameter_complete
         self._requests = Later({Kind.BLOB_REPLY, Kind.STATE_REPLY}, self._make_requests)
@@ -172,7 +174,7 @@ class WorkerEngine:
     def _make_inquiry(self) -> Inquiry:
         from foreprop.path.requests import Inquiry  # when something does not come
 
-        about = (self._machine, self.connections, self._servers)
+        about = (self.machine, self.connections, self._servers)
         return Inquiry(self, *about, self.executor.sending_to)
 
     @property
@@ -202,7 +204,7 @@ class WorkerEngine:
 
         def welcomed() -> bool:
             look()
-            return self._welcomes == len(self._streams)
+            return self.has_joined
 
         self.progress.wait_until(
             welcomed,
@@ -228,9 +230,18 @@ class WorkerEngine:
             setting="join_timeout_s",
         )
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether all servers have welcomed all workers."""
+        return self._welcomes == len(self._streams)
+
     def await_values(self, step: int = 0) -> None:
         """Other ranks: every parameter is pending until rank 0's values have come."""
         self._dispatch(ValuesAwaited(step))
+
+    def come_after(self, step: int) -> None:
+        """A newcomer begins with what is after this step."""
+        self._dispatch(CameAfter(step))
 
     # Training.
     def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
@@ -286,32 +297,37 @@ class WorkerEngine:
 
     def grad_norm(self, step: int) -> float | None:
         """The global norm of the step's gradients, once it is known; None if none is needed."""
-        if not self._aggregation.needs_norm:
+        if not self.manifest.needs_norm:
             return None
         self.progress.raise_if_failed()
         return self._features.norm_of(step) if self.slices or self.shards else 0.0
 
     @property
     def queue_depth(self) -> int:
-        return self._machine.queue_depth
+        return self.machine.queue_depth
 
     @property
     def is_ahead(self) -> bool:
         """Whether much of what this worker has pushed is not answered: others may be behind."""
-        return self._machine.awaited > len(self.slices) // _AHEAD_SHARE
+        return self.machine.awaited > len(self.slices) // _AHEAD_SHARE
 
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:
         if self.progress.failed:
             self.progress.raise_if_failed()
         self.executor.dispatch(event)
-        self.counters.max_queue_depth = self._machine.most_queued
+        self.counters.max_queue_depth = self.machine.most_queued
 
     def fail(self, failure: Failure) -> None:
         self.ending.fail(failure.as_error())
 
     def broke(self, error: BaseException) -> None:
         self.ending.broke(error)
+
+    def _undelivered(self, server: int, error: TransportError) -> None:
+        losses = self._features.losses
+        if losses is None or not losses.undelivered(server):
+            self.broke(error)
 
     def send_message(
         self,
@@ -373,7 +389,7 @@ class WorkerEngine:
         if header.flags & Flag.UNCHANGED:
             return EMPTY
         slice_ = header.slice
-        if not self._machine.awaits(slice_, header.step):
+        if not self.machine.awaits(slice_, header.step):
             raise RemoteProtocolError(
                 f"server {peer.number} sent a reply for slice {slice_}, step {header.step},"
                 " which is not awaited"
@@ -391,7 +407,7 @@ class WorkerEngine:
                 self.trace.slice_span(Stage.REPLY_RECEIVED, name, header, peer.receive_started_ns)
             if self.memory.casts is not None:
                 self.memory.land(slice_, size_bytes)
-            self._dispatch(ReplyArrived(slice_, step, peer.number))
+            self._dispatch(ReplyArrived(slice_, step, peer.number, 0, flags))
         elif kind == Kind.NOTIFY:
             self._dispatch(NotifyArrived(slice_, step, peer.number, flags))
         elif kind == Kind.DAMAGED:
@@ -404,7 +420,7 @@ class WorkerEngine:
     def _push_again(self, peer: Connection, header: Header, damage: Damage) -> None:
         """A push has come damaged: as the gradient is now, if that has changed since it left."""
         kind, _, _, step, slice_, *_ = header
-        if not 0 <= slice_ < len(self.slices) or self.slices[slice_].server != peer.number:
+        if not 0 <= slice_ < len(self.slices) or self.machine.owner_of(slice_) != peer.number:
             raise RemoteProtocolError(f"{Kind(kind).name} of slice {slice_}, which is not its own")
         codes = Kind.PUSH in self.executor.pipeline.encoded
         now = None if codes else self.memory.sent_gradient(slice_)

@@ -120,7 +120,7 @@ class RelayWork:
         yield PassedStates(manifest, upward, self._rows)
         yield PassedBlobs(manifest, upward)
         yield PassedNorms(self._machine.closing, upward, parts=len(self.names))
-        needs_norm = manifest.knobs.aggregation.needs_norm
+        needs_norm = manifest.needs_norm
         asked = (self._waits, self._link, self._has_pushed)
         yield PassedStatuses(upward, *asked, needs_norm=needs_norm)
         goodbyes = Goodbyes(self._executor)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from foreprop.config import Config
@@ -38,8 +37,6 @@ from foreprop.path.slices import CheckGradient, Slices, Updates
 from foreprop.path.slicestore import SliceStore
 
 if TYPE_CHECKING:
-    from foreprop.buddies.recovery import Recovery
-    from foreprop.buddies.substitutes import Substitution
     from foreprop.compression.images import CodedSlices
     from foreprop.compression.keptresiduals import KeptResiduals
     from foreprop.compression.replycodecs import ReplyCodecs
@@ -66,8 +63,6 @@ class ServerWork:
     waits: Waits
     counting: Counting | None = None
     """If not all workers always count."""
-    recovery: Recovery | None = None
-    """If the session outlives a node."""
 
     @property
     def newcomers(self) -> Admission | None:
@@ -89,14 +84,10 @@ class ServerWork:
 
     def close(self, failure: Failure | None) -> None:
         if self.counting is not None:
-            self.counting.close()
-        if self.recovery is not None:
-            self.recovery.close(failed=failure is not None)
+            self.counting.close(failed=failure is not None)
 
     def stop(self) -> None:
         self.executor.stop()
-        if self.recovery is not None:
-            self.recovery.stop(failed=False)
 
 
 class ServerComposer:
@@ -106,16 +97,12 @@ class ServerComposer:
         self,
         store_class: type[SliceStore] = SliceStore,
         config: Config | None = None,
-        substitution: Substitution | None = None,
     ) -> None:
         self._store_class = store_class
         self._config = config or Config()
-        self._substitution = substitution
-        """Of a substitute's: whom it stands in for."""
 
     def peers(self, manifest: Manifest) -> Peers:
-        peers, stands_in = manifest.peers(), self._substitution
-        return peers if stands_in is None else stands_in.survivors(peers)
+        return manifest.peers()
 
     def why_not(self, manifest: Manifest) -> str | None:
         if self._config.plugins is not None:
@@ -137,7 +124,7 @@ class ServerComposer:
     def compose(
         self, manifest: Manifest, host: Host, connections: Mapping[int, Connection]
     ) -> ServerWork:
-        about = (self._store_class, self._config, self._substitution)
+        about = (self._store_class, self._config)
         return _Composition(manifest, self.peers(manifest), host, connections, *about).work
 
 
@@ -152,14 +139,11 @@ class _Composition:
         connections: Mapping[int, Connection],
         store_class: type[SliceStore],
         config: Config,
-        substitution: Substitution | None,
     ) -> None:
         self._manifest = manifest
         self._connections = connections
         self._store_class = store_class
         self._config = config
-        self._substitution = substitution
-        self._recovery: Recovery | None = None
         self._rows = Later(_ROW_FRAMES, self._make_rows)
         self._norm = Later({Kind.NORM}, self._make_norm)
         slices = manifest.slices()
@@ -167,7 +151,7 @@ class _Composition:
         names = slice_names(manifest)
         self._barrier: StepBarrier | None = None
         self._counting: Counting | None = None
-        if manifest.knobs.aggregation.needs_norm:
+        if manifest.needs_norm:
             owners = [piece.server for piece in slices if manifest.is_served(piece)]
             owners += [shard.server for shard in self._shards]
             self._barrier = StepBarrier(owners.count(host.index))
@@ -181,11 +165,13 @@ class _Composition:
         self._settings = AnnouncedNumbers(manifest, self._executor, newcomers=newcomers)
         codes = self._maybe_codes(slices, host.index)
         self._store: SliceStore
-        if apart is None:
-            readers = peers.count
-            self._store = store_class(manifest, slices, host.index, codes=codes, readers=readers)
-        else:
+        if counting is not None:
+            self._store = counting.make_store(codes)
+        elif apart is not None:
             self._store = apart.store
+        else:
+            about_store = (manifest, slices, host.index)
+            self._store = store_class(*about_store, codes=codes, readers=peers.count)
         about = (self._machine, self._executor, self._store)
         self._updates = Updates(*about, self._settings.at, names)
         self._slices = Slices(*about, names, check=self._finite_check())
@@ -198,17 +184,15 @@ class _Composition:
         self._admission = None if counting is None else counting.admission
         if counting is not None:
             counting.begin(self._executor, connections, self._settings.history.unlike)
-        about_all = (names, self._executor, self._waits, counting, self._recovery)
+        about_all = (names, self._executor, self._waits, counting)
         self.work = ServerWork(self._receivers(codes), *about_all)
         replies = self._updates.payload_of if apart is None else apart.payload_of
         self._executor.use(self._pipeline(replies))
 
     def _pipeline(self, replies: Payload) -> Pipeline:
         """``replies``: what has their values."""
-        snapshots = None if self._recovery is None else self._recovery.snapshots
         return Pipeline(
-            payload={Kind.REPLY: replies}
-            | ({} if snapshots is None else {Kind.SNAPSHOT: snapshots.payload_of}),
+            payload={Kind.REPLY: replies},
             encode={} if self._codecs is None else {Kind.REPLY: self._codecs.encode},
             sent=self._updates.told,
         )
@@ -240,21 +224,19 @@ class _Composition:
         yield self._frames
         yield self._settings
         yield self._make_blobs(manifest, executor)
-        states = States(executor, self._store_of, self._export_gradient)
-        if self._recovery is None:
-            yield states
-        else:
-            make = partial(ServerComposer, self._store_class, self._config)
-            yield from self._recovery.services(executor, states, self._config, make)
+        yield States(executor, self._store_of, self._export_gradient)
         yield Statuses(executor, self._waits)
         yield Later({Kind.TRAINABLE}, self._make_trainable)
         yield self._goodbyes
         if self._admission is not None:
             yield self._admission
+        if self._counting is not None and self._counting.taken_over is not None:
+            yield self._counting.taken_over
+            if self._admission is not None:
+                yield self._admission.parts_passed_on(executor)
         yield self._rows.service if self._shards else self._rows
         if self._is_plain:  # others close slices one by one
-            needs_norm = manifest.knobs.aggregation.needs_norm
-            yield self._norm.service if needs_norm else self._norm
+            yield self._norm.service if manifest.needs_norm else self._norm
         if not executor.peers.are_nodes:
             yield Later({Kind.PACE}, self._make_arrivals)
 
@@ -282,10 +264,7 @@ class _Composition:
             return None
         from foreprop.elastic.counting import Counting
 
-        counting = Counting(self._manifest, slices, index, self._config)
-        if knobs.buddy_steps is not None:
-            self._recovery = self._make_recovery(counting, slices, index)
-        return counting
+        return Counting(self._manifest, slices, index, self._config)
 
     def _maybe_apart(self, slices: Sequence[Slice], index: int) -> Apart | None:
         if not self._manifest.knobs.staleness:
@@ -293,15 +272,6 @@ class _Composition:
         from foreprop.staleness.apart import Apart
 
         return Apart(self._manifest, slices, index)
-
-    def _make_recovery(self, counting: Counting, slices: Sequence[Slice], index: int) -> Recovery:
-        from foreprop.buddies.recovery import Recovery, keeps_state
-
-        every = self._manifest.knobs.buddy_steps or 0
-        every = every if keeps_state(self._manifest.optimizer) else 0
-        own = [piece.number for piece in slices if piece.server == index]
-        about = (counting, own, index, self._substitution, self._connections)
-        return Recovery(*about, every=every, session=self._manifest.session)
 
     def _make_codecs(self, codes: CodedSlices) -> ReplyCodecs:
         from foreprop.compression.replycodecs import ReplyCodecs
@@ -330,8 +300,8 @@ class _Composition:
         return TrainableNotices(*about, compares=self._have_all_been_here)
 
     def _have_all_been_here(self) -> bool:
-        """A substitute, and who comes later, have not heard all words."""
-        return self._substitution is None and not (self._counting and self._counting.newcomers)
+        """Who comes later has not heard all words."""
+        return not (self._counting and self._counting.newcomers)
 
     def _make_arrivals(self) -> ArrivalReports:
         from foreprop.stragglers.arrivals import ArrivalReports  # after some steps

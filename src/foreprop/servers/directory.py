@@ -8,6 +8,8 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from foreprop.config import LOGGER
 from foreprop.config.otherhosts import servers_file
 from foreprop.core.frames import CONTROL_PRIORITY
@@ -16,7 +18,6 @@ from foreprop.elastic.whereabouts import ServerPlace, Whereabouts
 from foreprop.errors import ForepropError
 
 if TYPE_CHECKING:
-    from foreprop.buddies.substitutes import Substitution
     from foreprop.path.worker import WorkerEngine
     from foreprop.servers.launch import Connections
 
@@ -27,6 +28,7 @@ class Directory:
     def __init__(self, engine: WorkerEngine, connections: Connections) -> None:
         self._engine = engine
         self._session = connections.session_id
+        self._workers_per_node = connections.workers_per_node
         self.places = list(connections.places)
         if not self.places:
             direct = [sock for sock in connections.sockets if type(sock) is socket.socket]
@@ -39,16 +41,16 @@ class Directory:
     def tell(self) -> None:
         """All servers, and the file that a launcher may look at. Any thread."""
         with self._engine.lock:
-            told = Whereabouts(self._session, tuple(self.places))
+            places = tuple(self.places)
+        told = Whereabouts(self._session, places, workers_per_node=self._workers_per_node)
         self._write(told)
         with contextlib.suppress(ForepropError):  # the session is over; others say so
             self._engine.send_to_all(Kind.SERVERS, 0, CONTROL_PRIORITY, told.encode())
 
-    def taken_over(self, told: Substitution) -> None:
-        """A server's slices go on at a substitute."""
-        place = ServerPlace(told.address, told.port, told.session, told.node)
+    def lost(self, server: int) -> None:
+        """It is no more: others have its slices."""
         with self._engine.lock:
-            self.places[told.server] = place
+            self.places[server] = msgspec.structs.replace(self.places[server], is_lost=True)
         self.tell()
 
     def _write(self, told: Whereabouts) -> None:
@@ -56,8 +58,9 @@ class Directory:
         if path is None:
             return
         beside = Path(f"{path}.{os.getpid()}")
+        here = [place for place in told.places if not place.is_lost]
         try:
-            beside.write_text("".join(f"{place}\n" for place in told.places))
+            beside.write_text("".join(f"{place}\n" for place in here))
             beside.replace(path)
         except OSError as error:
             LOGGER.warning("FOREPROP_SERVERS_FILE: %s cannot be written: %s", path, error)
@@ -65,4 +68,4 @@ class Directory:
     def stats(self) -> dict[str, Any]:
         """For `Session.stats`: where a newcomer may ask."""
         with self._engine.lock:
-            return {"servers": [str(place) for place in self.places]}
+            return {"servers": [str(place) for place in self.places if not place.is_lost]}

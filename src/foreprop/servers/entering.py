@@ -31,6 +31,7 @@ from foreprop.errors import (
     TransportError,
     decode_failure,
 )
+from foreprop.gradients.averaged import AveragedParameter
 from foreprop.hooks.modelhooks import unpack_into
 from foreprop.link.connection import Connection, FrameOwner, bounded, nothing, unencrypted
 from foreprop.link.stream import connect, load_checksum
@@ -61,9 +62,13 @@ def connect_to_all(connections: Connections, world: World, config: Config) -> No
     _check_rank(world, config)
     found = _find(world.rank, config, connections)
     connections.session_id, connections.places = found.session, list(found.places)
+    connections.lost = [number for number, place in enumerate(found.places) if place.is_lost]
     for server, place in enumerate(found.places):
         about = (server, place.session, place.host, place.port)
-        connections.streams.append(greet_at(connections, config, world.rank, *about))
+        stream = (
+            EndedStream() if place.is_lost else greet_at(connections, config, world.rank, *about)
+        )
+        connections.streams.append(stream)
 
 
 def _check_rank(world: World, config: Config) -> None:
@@ -124,7 +129,7 @@ def _check_shape(found: Whereabouts, config: Config, connections: Connections) -
 def _where_taken(rank: int, config: Config, found: Whereabouts) -> str:
     """Why the rank's place is not free at some server; empty if it is."""
     for server, place in enumerate(found.places):
-        if rank not in ask(place.host, place.port, rank, config).free:
+        if not place.is_lost and rank not in ask(place.host, place.port, rank, config).free:
             return (
                 f"rank {rank} wants to join, and is in the session, as server {server} sees it: a"
                 " newcomer takes the RANK of a worker that was lost, or a new one below max_workers"
@@ -172,15 +177,34 @@ def _read_answer(sock: socket.socket, where: str) -> Whereabouts:
     raise TransportError(f"{where} closed the connection: no server of a running session")
 
 
+class EndedStream:
+    """In the place of a connection to a server that was lost before."""
+
+    checksum = None
+
+    def send(self, header: bytes, payload: memoryview) -> None:
+        raise TransportError("the server was lost before this worker came")
+
+    def receive_into(self, view: memoryview) -> int:
+        return 0
+
+    def bound(self, window_bytes: int) -> None:
+        """Nothing leaves."""
+
+    def close(self) -> None:
+        """There is nothing to be closed."""
+
+
 # Into it.
 class Entry:
     """Owns the servers' answers to a newcomer, until it counts."""
 
     kinds = frozenset({Kind.WELCOME, Kind.JOIN})
 
-    def __init__(self, engine: WorkerEngine, inner: FrameOwner) -> None:
-        """``inner`` has their welcomes afterwards."""
-        self.bid = JoinBid(len(engine.connections), begun=BEGUN_STEPS)
+    def __init__(self, engine: WorkerEngine, inner: FrameOwner, servers: int) -> None:
+        """``inner`` has their welcomes afterwards; so many ``servers`` are there."""
+        self.bid = JoinBid(servers, begun=BEGUN_STEPS)
+        self.servers = servers
         self.welcomes = 0
         self.said: bool | None = None
         """What the last round of questions has come to."""
@@ -210,7 +234,7 @@ class Entry:
         self._engine.progress.notify()
 
     def end(self) -> None:
-        """It counts: substitutes of servers welcome it in another way."""
+        """It counts."""
         self._counts = True
 
     def ask(self) -> None:
@@ -241,16 +265,18 @@ def enter(backend: ServedBackend, parameters: Sequence[ManagedParameter]) -> int
     for server, place in enumerate(backend.connections.places):
         manifest = msgspec.structs.replace(engine.manifest, session=place.session).encode()
         engine.send_message(server, Kind.MANIFEST, 0, CONTROL_PRIORITY, manifest)
-    servers = len(engine.connections)
+    servers = entry.servers
     entry.wait(lambda: entry.welcomes == servers, "the servers to look at its manifest")
     _ask_until_promised(entry, engine)
     first, newest = entry.bid.step, entry.bid.newest
     for parameter in parameters:
         if isinstance(parameter, SynchronisedParameter):
             make_pending(parameter, first - 1)
-    engine.steps = first - 1
-    engine.await_values(first - 1)  # before the servers know: values may come at once
-    for server in range(servers):
+    model = notices.model
+    if model is None:
+        engine.await_values(first - 1)  # before the servers know: values may come at once
+    engine.come_after(first - 1)
+    for server in range(len(engine.connections)):
         about = (server, Kind.JOINED, first, CONTROL_PRIORITY, b"")
         engine.send_message(*about, slice_=newest)
     arrivals = notices.arrivals
@@ -262,13 +288,23 @@ def enter(backend: ServedBackend, parameters: Sequence[ManagedParameter]) -> int
     said = arrivals[engine.rank]
     order = _order_of(engine, said)
     engine.learn_priorities(order)
-    _await_most_urgent(entry, engine, order, first, newest)
+    if model is None:
+        _await_most_urgent(entry, engine, order, first, newest)
+    else:
+        limit_s = engine.config.step_timeout_s * (first - newest)
+        entry.wait(
+            lambda: model.is_complete, f"what the others have after step {first - 1}", limit_s
+        )
+        model.install_state()
     _receive_blobs(backend, first - 1)
     if notices.given is not None:
         notices.given.has_own = True
     for parameter in parameters:
-        if not isinstance(parameter, SynchronisedParameter):
+        if isinstance(parameter, AveragedParameter):
+            parameter.has_first_value()
+        elif not isinstance(parameter, SynchronisedParameter):
             parameter.receive_initial_value()
+    engine.steps = first - 1
     LOGGER.info("rank %d has joined, and counts from step %d on", engine.rank, first)
     return first
 

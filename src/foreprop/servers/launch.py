@@ -62,6 +62,8 @@ class Connections:
         """To each server, and of encrypted ones those of both ways."""
         self.places: list[ServerPlace] = []
         """Of a newcomer: where the servers were when it came."""
+        self.lost: list[int] = []
+        """Of these, those that were no more."""
         self.workers_per_node = config.workers_per_node or world.local_size
         self.nodes = -(-world.size // self.workers_per_node)
         self.node = world.rank // self.workers_per_node
@@ -190,9 +192,7 @@ class Connections:
         if self._world.in_process:
             return
         name = self.server_names()[server]
-        if session_id != self.session_id:
-            name = f"the substitute for server {server}"
-        elif self.workers_per_push == 1 and not self._config.dedicated_servers:
+        if self.workers_per_push == 1 and not self._config.dedicated_servers:
             name += f" on node {self.node_of(server)}"
         try:
             host, pulse = self.pulse_beside(sock, session_id, target)

@@ -22,7 +22,6 @@ from foreprop.servers.launch import Connections
 from foreprop.servers.setup import Setup, check_frames
 
 if TYPE_CHECKING:
-    from foreprop.buddies.replaceable import ReplaceableStream
     from foreprop.compression.pushcodecs import PushCodecs
     from foreprop.core.freezing import Turned
     from foreprop.core.lateness import Straggler
@@ -64,12 +63,10 @@ class ServedBackend:
             self.memory_of = StagedMemory
         self.connections.open()
         self.session_id = self.connections.session_id
-        survives = setup.config.elastic and manifest.knobs.buddy_steps is not None
-        replaceable = self._replaceable_streams() if survives else []
         self.engine = WorkerEngine(
             msgspec.structs.replace(manifest, session=self.session_id),
             setup.memory,
-            replaceable or self.connections.streams,
+            self.connections.streams,
             rank=setup.world.rank,
             config=setup.config,
             trace=setup.make_trace(self.session_id),
@@ -81,14 +78,9 @@ class ServedBackend:
         self._tells_pace = self._are_in_step()
         self.codecs: PushCodecs | None = None
         self.members: Membership | None = None
-        self.engine.compose(self._features(replaceable))
+        self.engine.compose(self._features())
 
-    def _replaceable_streams(self) -> list[ReplaceableStream]:
-        from foreprop.buddies.replaceable import ReplaceableStream
-
-        return [ReplaceableStream(stream) for stream in self.connections.streams]
-
-    def _features(self, replaceable: Sequence[ReplaceableStream]) -> Features:
+    def _features(self) -> Features:
         """What this session has its engine do; each receiver is put before those made before."""
         setup, receivers, features = self._setup, self.engine.receivers, features_of(self._norm)
         if self.engine.manifest.knobs.compression:
@@ -100,9 +92,7 @@ class ServedBackend:
         if setup.config.counts_some:
             from foreprop.servers.surviving import make_members
 
-            given = (setup.buffers, setup.frozen)
-            about = (self.connections, replaceable, setup.world, given)
-            self.members = make_members(self.engine, *about)
+            self.members = make_members(self.engine, self.connections, setup)
             features = self.members.features(features)
         if self._tells_pace:  # all ranks of a step do
             receivers.add(self._pace)
@@ -276,7 +266,7 @@ def add_features(engine: WorkerEngine) -> tuple[Later[RowExchange], Later[Worker
     norm = Later({Kind.NORM, Kind.NORM_PART}, make_norm)
     engine.receivers.add(
         rows.service if engine.shards else rows,
-        norm.service if manifest.knobs.aggregation.needs_norm else norm,
+        norm.service if manifest.needs_norm else norm,
     )
     if manifest.wire_dtypes() != [info.dtype for info in manifest.parameters]:
         from foreprop.numerics.wirecasts import WireCasts

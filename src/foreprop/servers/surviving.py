@@ -1,44 +1,34 @@
-"""What a worker has where others may leave, and its way to a substitute of a lost server.
+"""What a worker has where others may leave, and its way to servers whose addresses it knows.
 
-That does without the rendezvous, whose store may have gone with the node: what a worker has to know
-comes over connections that it has.
+That does without the rendezvous, whose store may have gone with a node.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from foreprop.buddies.survival import Survival
 from foreprop.config import LOGGER
+from foreprop.core.takeover import NOBODY
 from foreprop.core.wire import Kind
 from foreprop.elastic.attendance import Attendance, keep_attendance
 from foreprop.elastic.countedfile import read_left
 from foreprop.elastic.departure import LatePushes, MemberNotices
+from foreprop.elastic.givenmodel import GivenModel
+from foreprop.elastic.survival import Survival
 from foreprop.errors import ConfigError, TransportError
 from foreprop.link.connection import greeting
 from foreprop.link.stream import Stream, connect
 from foreprop.servers.directory import Directory
 
 if TYPE_CHECKING:
-    import torch
-
-    from foreprop.buddies.replaceable import ReplaceableStream
-    from foreprop.buddies.substitutes import Substitution
-    from foreprop.cluster.world import World
     from foreprop.config import Config
-    from foreprop.hooks.modelhooks import ModelBuffers
     from foreprop.path.pipeline import Features
     from foreprop.path.worker import WorkerEngine
     from foreprop.servers.entering import Entry
     from foreprop.servers.launch import Connections
-
-_TRY_S = 3.0
-"""A substitute's node may go, too, and then nobody answers: so often that is looked for."""
+    from foreprop.servers.setup import Setup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,34 +62,44 @@ class Membership:
 def make_members(
     engine: WorkerEngine,
     connections: Connections,
-    streams: Sequence[ReplaceableStream],
-    world: World,
-    given: tuple[ModelBuffers, Sequence[torch.Tensor]],
+    setup: Setup,
 ) -> Membership:
-    """``given``: what newcomers get beside slices, buffers and frozen parameters."""
     knobs, receivers = engine.manifest.knobs, engine.receivers
     late = notices = directory = survival = entry = None
     if knobs.backup_workers:
         late = LatePushes(engine, receivers[Kind.REPLY])
         receivers.put_before(late)
     if knobs.elastic or knobs.counted_replay:
-        notices = MemberNotices(engine)
+        beside = None if setup.config.dedicated_servers else connections.workers_per_node
+        notices = MemberNotices(engine, beside)
         receivers.add(notices)
-        notices.give(*given)
-        keep_attendance(world, notices.attendance)
+        notices.give(setup.buffers, setup.frozen)
+        keep_attendance(setup.world, notices.attendance)
         if (folder := engine.config.counted_replay) is not None:
             replay_left(notices.attendance, folder, engine)
         if knobs.elastic:
             directory = Directory(engine, connections)
-            if knobs.buddy_steps is not None:
-                survival = survival_of(engine, connections, streams, notices, directory)
-                receivers.add(survival.held)
-                receivers.put_before(survival.replies)
-                receivers.put_before(survival)
+            if engine.manifest.outlives_servers:
+                nodes = [connections.node_of(server) for server in range(connections.servers)]
+                own = connections.node if connections.node in nodes else NOBODY
+                about = (setup.optimizer, setup.parameters, notices.first_steps, own)
+                model = notices.model = notices.attendance.model = GivenModel(engine, *about)
+
+                def lost(server: int) -> None:
+                    directory.lost(server)
+                    notices.attendance.lose_server(server)
+                    for gives in (notices.given, model):
+                        if gives is not None:
+                            gives.give_again()
+
+                survival = Survival(engine, nodes, connections.node, lost)
+                survival.begin_without(connections.lost)
+                receivers.add(survival, model)
             if engine.config.join is not None:
                 from foreprop.servers.entering import Entry
 
-                entry = Entry(engine, receivers[Kind.WELCOME])
+                here = connections.servers - len(connections.lost)
+                entry = Entry(engine, receivers[Kind.WELCOME], here)
                 receivers.put_before(entry)
     return Membership(
         late=late, notices=notices, directory=directory, survival=survival, entry=entry
@@ -126,14 +126,13 @@ def greet_at(
     session: str,
     host: str,
     port: int,
-    look: Callable[[], None] = lambda: None,
 ) -> Stream:
     """Connect to a server that is known by its address, and say who it is that comes.
 
-    Raises `TransportError`, `HandshakeError` if secrets differ, and what ``look`` raises.
+    Raises `TransportError`, and `HandshakeError` if secrets differ.
     """
     timeout_s = config.join_timeout_s
-    sock = _connected(host, port, timeout_s, look)
+    sock = connect(host, port, timeout_s=timeout_s)
     try:
         if config.secret_file is not None:
             from foreprop.link.secret import authenticate
@@ -151,31 +150,3 @@ def greet_at(
     stream = connections.stream_over(sock, server)
     connections.watch(server, sock, session, f"server {server}")
     return stream
-
-
-def _connected(host: str, port: int, timeout_s: float, look: Callable[[], None]) -> socket.socket:
-    deadline = time.monotonic() + timeout_s
-    while (left_s := deadline - time.monotonic()) > _TRY_S:
-        look()
-        with contextlib.suppress(TransportError):
-            return connect(host, port, timeout_s=_TRY_S)
-    look()
-    return connect(host, port, timeout_s=max(left_s, 0.1))
-
-
-def survival_of(
-    engine: WorkerEngine,
-    connections: Connections,
-    streams: Sequence[ReplaceableStream],
-    notices: MemberNotices,
-    directory: Directory,
-) -> Survival:
-    """Of a worker with a server beside it."""
-
-    def reach(told: Substitution, look: Callable[[], None]) -> Stream:
-        about = (told.server, told.session, told.address, told.port, look)
-        return greet_at(connections, engine.config, engine.rank, *about)
-
-    nodes = [place.node for place in connections.places]
-    about = (lambda: notices.members, notices.without_servers, directory.taken_over, nodes)
-    return Survival(engine, streams, engine.receivers, reach, connections.address, *about)

@@ -47,10 +47,12 @@ class AddedSteps:
         *,
         checks_finite: bool,
         before: Callable[[], None] = _nothing_before,
+        made_later: bool = False,
     ) -> None:
         """``checks_finite``: as the setting says, if no server does so of each rank's gradients.
 
-        ``before``: called before the gradients of a step are looked at.
+        ``before``: called before the gradients of a step are looked at; then the updates of the
+        last one have been made, if they are ``made_later`` than their step is called.
         """
         self.count = 0
         self.on_step: Callable[[int], None] = _nothing
@@ -62,6 +64,8 @@ class AddedSteps:
         self._clip_norm, self._clip_value = config.clip_grad_norm, config.clip_grad_value
         self._wants_norm = scaler is not None or self._clip_norm is not None
         self._decay = config.ema
+        self._made_later = made_later
+        self._is_behind = False  # averages lack the last step's values
         self._complete = before
         self._checks_finite = checks_finite and config.check_finite and scaler is None
         self._parameters: list[torch.nn.Parameter] = []
@@ -131,6 +135,7 @@ class AddedSteps:
     def _prepare_gradients(self) -> None:
         """Clip as ``torch.nn.utils`` does, and keep the norm."""
         self._complete()
+        self.move_averages()
         if self._checks_finite:
             self._check_finite()
         if not self._wants_norm and self._clip_value is None:
@@ -163,9 +168,9 @@ class AddedSteps:
 
     def _after(self) -> None:
         self.count += 1
-        if self._decay is not None:
-            for parameter, average in self._averages.items():
-                move_average(average, parameter, self._decay)
+        self._is_behind = self._decay is not None
+        if not self._made_later:
+            self.move_averages()
         self.on_step(self.count)
 
     def _holders(self) -> list[torch.Tensor]:
@@ -185,14 +190,47 @@ class AddedSteps:
 
     # The moving averages.
     @property
+    def keeps_averages(self) -> bool:
+        return self._decay is not None
+
+    @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """The optimizer's, in the model's order."""
         self._follow_groups()
         return self._parameters
 
+    def move_averages(self) -> None:
+        """By the last step's values, if they have not been yet: its updates have been made."""
+        if not self._is_behind or self._decay is None:
+            return
+        self._is_behind = False
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for parameter, average in self._averages.items():
+                move_average(average, parameter, self._decay)
+
+    def averages_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+        """Those that the optimizer does not have do not move."""
+        self._follow_groups()
+        self.move_averages()
+        found = []
+        for parameter in parameters:
+            average = self._averages.get(parameter)
+            found.append(start_average(parameter) if average is None else average)
+        return found
+
+    def put_averages(
+        self, parameters: Sequence[torch.nn.Parameter], averages: Sequence[torch.Tensor]
+    ) -> None:
+        """One for each, which become ours. The last step's updates have been made."""
+        self._follow_groups()
+        self._is_behind = False
+        given = dict(zip(parameters, averages, strict=True))
+        self._averages |= {own: given[own] for own in self._averages if own in given}
+
     @property
     def averages(self) -> list[torch.Tensor]:
-        """One for each of `parameters`."""
+        """One for each of `parameters`. The last step's updates have been made."""
+        self.move_averages()
         return [self._averages[parameter] for parameter in self.parameters]
 
     def replace_averages(self, averages: Sequence[torch.Tensor]) -> None:

@@ -41,7 +41,10 @@ class Checkpoints:
         training = self._training
         self._check_averages()
         training.flush()
-        averages = self._by_number(lambda state: state.pull_averages(training.completed))
+        if training.added is None:
+            averages = self._by_number(lambda state: state.pull_averages(training.completed))
+        else:
+            averages = training.added.averages_of(self._own_parameters())
         with self._tables_aside(averages, AVERAGE) as averages:
             return averaged_state_dict(training.user.model, self._own_parameters(), averages)
 
@@ -51,6 +54,9 @@ class Checkpoints:
         training.flush()
         with self.tables_left_out():
             averages = averages_from(state, training.user.model, self._own_parameters())
+        if training.added is not None:
+            training.added.put_averages(self._own_parameters(), averages)
+            return
         for backend, numbers in training.backends.parts:
             own = [averages[number] for number in numbers]
             backend.state.replace_averages(training.completed, own)

@@ -9,13 +9,16 @@ import torch
 
 from foreprop.config import Config
 from foreprop.config.combinations import FEATURES, asked_for, check_combinations, refused_with
+from foreprop.core.codec import kind_of
 from foreprop.errors import ConfigError
 
 if TYPE_CHECKING:
     from foreprop.session.training import Training
 
-_IN_STEPS = {"clip norm", "clip value", "scaler"}
-"""What only servers apply to tables held row by row, whose gradients no worker sees."""
+_OF_DIFFERENCES = {"1bit", "efsign"}
+"""Docs/compression.md has the accuracy of both ways."""
+_IN_STEPS = {"clip norm", "clip value", "ema", "scaler"}
+"""What only servers do with tables held row by row, whose gradients no worker sees."""
 
 
 def checked_features(
@@ -44,7 +47,6 @@ def _check_number_of_workers(config: Config, workers: int) -> None:
 def _features(
     training: Training, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[str, str]]:
-    config, world = training.config, training.world
     if optimizer is None:
         yield "no optimizer", "parallelize() was given no optimizer"
     if training.has_scaler:
@@ -55,16 +57,22 @@ def _features(
     for device in {parameter.device for parameter in training.user.model.parameters()}:
         if device.type not in ("cpu", "meta"):
             yield "device", f"a parameter is on {device}"
-    workers = min(config.workers_per_node or world.local_size, world.size)
-    if config.state_kept_every is not None and workers > 1:
-        yield "elastic node's workers", f"there are {workers} workers on a node"
 
 
 def asked_of_servers(config: Config, found: Mapping[str, str], *, rows: bool) -> str | None:
     """The first thing that is asked for and that only servers do; ``rows``: there are tables."""
     asked = {name: FEATURES[name].text(config) for name in asked_for(config)} | dict(found)
     only_servers = refused_with("workers") | (_IN_STEPS if rows else set())
-    return next((text for name, text in asked.items() if name in only_servers), None)
+    told = next((text for name, text in asked.items() if name in only_servers), None)
+    return told or _maybe_trains_better(config)
+
+
+def _maybe_trains_better(config: Config) -> str | None:
+    """A codec that loses much more of averages than of differences of values."""
+    kinds = {kind_of(codec) for _, codec in config.codecs}
+    if config.elastic or config.update != "auto" or not kinds & _OF_DIFFERENCES:
+        return None
+    return f"compression is {config.compression!r}, which loses less of what servers update"
 
 
 def check_by_workers(config: Config, found: Mapping[str, str], why: str, *, rows: bool) -> None:

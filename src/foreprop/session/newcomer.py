@@ -24,12 +24,17 @@ def begin_elastic(training: Training) -> None:
     backend = backend_of(training)
     if backend.joined_at is not None:
         training.completed = backend.joined_at - 1
+        if training.averaging is not None:
+            training.averaging.rounds.begin_at(backend.joined_at)
         training.first.is_over = True  # the others have chosen, and ranked the parameters
         training.buffers.have_come()
     if training.config.max_workers is not None:
         _warn_of_strangers(training, backend)
-    if backend.members is not None and backend.members.directory is not None:
-        backend.members.directory.tell()
+    members = backend.members
+    if members is not None and members.notices is not None:
+        training.given_model = members.notices.model
+    if members is not None and members.directory is not None:
+        members.directory.tell()
 
 
 def _warn_of_strangers(training: Training, backend: ServedBackend) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # what only some sessions need
     from foreprop.auto.stepprobe import StepProbe
     from foreprop.compiled.entry import CompiledEntry
     from foreprop.core.norm import SquareSum
+    from foreprop.elastic.givenmodel import GivenModel
     from foreprop.gradients.averaging import Averaging
     from foreprop.hooks.compute_trace import ComputeTrace
     from foreprop.numerics.loss_scale import LossScale
@@ -74,6 +75,9 @@ class Training:
         self.completed_before = 0
         self.fixed_passes = config.backward_passes
         self.reduces_by_kind = config.sparse_reduction not in (None, config.reduction)
+        self.keeps_averages = config.elastic
+        self.given_model: GivenModel | None = None
+        """To newcomers; told of a step's first gradient, before it leaves."""
         self.leaves_rows = False
         self.watches_buffers = False
         self.stepped = optimizer is None  # or there is nothing to step
@@ -159,9 +163,10 @@ class Training:
     def _add_to_steps(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
     ) -> None:
-        """Clip as the settings say, and keep the norm, in the step that the workers make."""
+        """Clip, and keep norm and averages as the settings say, in steps that the workers make."""
         config = self.config
-        if scaler is None and config.clip_grad_norm is None and config.clip_grad_value is None:
+        clips = config.clip_grad_norm is not None or config.clip_grad_value is not None
+        if scaler is None and not clips and config.ema is None:
             return
         from foreprop.session.addedsteps import AddedSteps
 
@@ -173,7 +178,10 @@ class Training:
             scaler,
             checks_finite=False,
             before=lambda: alive().complete_gradients(),
+            made_later=True,
         )
+        if self.given_model is not None:
+            self.given_model.keeps_averages(self.added)
         self.life.add_undo(self.added.remove)
 
     def _shown_state(self) -> ShownState:
@@ -269,6 +277,8 @@ class Training:
     def begin_pushing(self) -> None:
         """Announce the optimizer's numbers before a step's first push, if they have changed."""
         step = self.completed + 1
+        if self.given_model is not None:
+            self.given_model.begin_step(step, self.settle_updates)
         if self.replicas is not None:
             averaging = self.averaging
             self.replicas.look(step if averaging is None else averaging.rounds.serial)
@@ -364,6 +374,11 @@ class Training:
         for parameter in self.parameters:
             parameter.check_stepped()
             parameter.settle()
+
+    def settle_updates(self) -> None:
+        """Make the updates of the last step that wait for their parameters' first use."""
+        if self.averaging is not None:
+            self.averaging.settle()
 
     def settle_tables(self) -> None:
         for parameter in self.parameters:

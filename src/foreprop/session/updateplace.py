@@ -58,7 +58,8 @@ def place_updates(
     if config.update == "workers":
         by_workers("update is 'workers'")
         return UpdatePlace(True, "update=workers")
-    published = None if collectives or config.preset == "p3" else config.preset
+    own = collectives or config.elastic or config.preset == "p3"
+    published = None if own else config.preset
     if config.update == "auto" and because is None and published is None:
         return UpdatePlace(True, "update=workers")
     why_not = _why_not_by_engines(optimizer) if collectives else _why_not_served(optimizer)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from foreprop.core.buddy import KeepState, StateKept
 from foreprop.core.collect import AnswerSlice, DropPush
 from foreprop.core.firstmembers import FirstMembers
 from foreprop.core.frames import NO_TOKEN, MessageReady, SendFrame
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 def counting_machine(agreement: Agreement, index: int) -> ServerMachine[FirstMembers]:
     """Raises `ConfigError` where a node stands for several, or all workers would be backups."""
     if any(members > 1 for members in agreement.members):
-        name = "buddy_steps" if agreement.buddy_steps else "backup_workers"
         raise ConfigError(
-            f"{name} is {getattr(agreement, name)}, but a node stands for several: ask for"
+            f"backup_workers is {agreement.backup_workers}, but a node stands for several: ask for"
             " symmetric=False (--every-node)"
         )
     workers = len(agreement.members)
@@ -49,7 +47,7 @@ class CountedUpdates:
         self._handle = handle
 
     def do(self, instruction: Any) -> None:
-        """A copy of a slice's state takes no time, nor does dropping a push."""
+        """To drop a push takes no time."""
         if isinstance(instruction, AnswerSlice):
             slice_, step, priority, ranks, flags, _ = instruction
             if 0 < step < self.done.get(slice_, 0):
@@ -57,8 +55,6 @@ class CountedUpdates:
             for rank in ranks:
                 about = (step, priority, slice_, NO_TOKEN, flags)
                 self._handle(MessageReady(rank, Kind.REPLY, *about))
-        elif isinstance(instruction, KeepState):
-            self._handle(StateKept(*instruction))
         elif not isinstance(instruction, DropPush):
             raise InternalError(f"a simulated server cannot do {instruction!r}")
 

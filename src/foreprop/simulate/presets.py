@@ -189,7 +189,6 @@ def agree(config: Config, setting: SimulatedSetting) -> Agreement:
         at_once=_at_once(setting),
         needs_norm=config.aggregation.needs_norm,
         staleness=setting.staleness,
-        buddy_steps=config.state_kept_every or 0,
         backup_workers=config.backup_workers,
         tables=tables,
     )

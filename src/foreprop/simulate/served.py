@@ -36,7 +36,6 @@ from foreprop.core.slicing import Slice
 from foreprop.core.staleness import Staleness, rule_of
 from foreprop.core.wire import HEADER_BYTES, Flag, Kind
 from foreprop.core.worker_machine import WorkerMachine
-from foreprop.simulate import buddied
 from foreprop.simulate.connection import Clock, Connection, Loopback
 from foreprop.simulate.counted import CountedUpdates, LateAnswers, counting_machine
 from foreprop.simulate.device import no_device
@@ -44,7 +43,6 @@ from foreprop.simulate.processor import Processor
 from foreprop.workload.hosts import Hosts
 
 if TYPE_CHECKING:
-    from foreprop.core.buddy import BuddiedServer
     from foreprop.core.codecfacts import Coded
     from foreprop.simulate.coder import Coder
     from foreprop.simulate.rowtables import Tables
@@ -76,10 +74,6 @@ class Agreement:
     """Updates wait for the norm of all gradients (`core.barrier`)."""
     staleness: Staleness = 0
     """How many steps a worker may be ahead (`core.staleness`)."""
-    buddy_steps: int = 0
-    """How often servers send their optimizer's state to a buddy (`core.buddy`); 0: never."""
-    state_bytes_per_elem: int = 4
-    """Of that state: momentum's."""
     backup_workers: int = 0
     """How many workers a slice is closed without (`core.firstmembers`)."""
     coded: Sequence[Coded] | None = None
@@ -117,8 +111,6 @@ class Agreement:
 
     def frame_bytes(self, frame: SendFrame) -> int:
         """With its header; the payload is a slice, rows, state or nothing."""
-        if self.buddy_steps and frame.kind in (Kind.SNAPSHOT, Kind.SNAPSHOT_HELD):
-            return buddied.snapshot_bytes(self, frame)
         is_empty = frame.flags & (Flag.NO_GRADIENT | Flag.UNCHANGED)
         if is_empty or frame.kind not in (Kind.PUSH, Kind.REPLY):
             rows_bytes = 0 if self.tables is None else self.tables.payload_bytes(frame)
@@ -273,9 +265,6 @@ class ServedWorker:
         if frame.kind == Kind.NORM_PART:
             self._on_norm_part(server, frame.step)
             return
-        if frame.kind == Kind.SNAPSHOT:
-            self._handle(buddied.held(server, frame))
-            return
         if self._late is not None:
             self._late.note(frame)
         event: Any = ReplyArrived(frame.slice, frame.step, server)
@@ -324,8 +313,6 @@ class Server:
             event = PushArrived(rank, slice_, step, priority, flags)
         elif kind == Kind.NORM:
             event = NormArrived(rank, step)
-        elif kind == Kind.SNAPSHOT_HELD:
-            event = buddied.holds(*message)
         self._handle(event)
 
     def _handle(self, event: Any) -> None:
@@ -363,9 +350,7 @@ class Server:
         return self._agreement.slices[slice_].elems
 
 
-def _server_machine(agreement: Agreement, index: int) -> ServerMachine[Any] | BuddiedServer:
-    if agreement.buddy_steps:
-        return buddied.buddied_machine(agreement, index)
+def _server_machine(agreement: Agreement, index: int) -> ServerMachine[Any]:
     if agreement.backup_workers:
         return counting_machine(agreement, index)
     workers = len(agreement.members)

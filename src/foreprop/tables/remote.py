@@ -266,7 +266,7 @@ class RemoteTable:
         """Nobody can hold the stand-in's gradient."""
 
     # The engine finds nothing to read or write here, and nobody can use the stand-in's gradient.
-    values = EMPTY
+    values = landed = EMPTY
 
     def take_gradient(self, *_: Any, **__: Any) -> Any:
         raise InternalError(f"{self.name} is used as if it were here, not on the servers")

@@ -67,7 +67,7 @@ class RowParameter:
         self.check_stepped = self._gradient.check_stepped
 
     # The engine reads and writes rows, but nothing of the whole.
-    values = EMPTY
+    values = landed = EMPTY
 
     def take_gradient(self, *_: Any, **__: Any) -> Any:
         raise InternalError(f"{self.name} is not sent or updated as a whole")

@@ -1,1 +1,0 @@
-"""A node dies with its server, and the others go on: docs/buddies.md."""
