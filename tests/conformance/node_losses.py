@@ -21,9 +21,13 @@ def lose_node(session: Any) -> None:
 
 
 def cut_off(session: Any) -> None:
-    """The same, in any thread; the one that trains has an error, or waits."""
+    """The same, in any thread; the one that trains has an error, or waits.
+
+    With a process its port goes at once, by which others know that it is dead.
+    """
     backend = session._training.backends.all[0]
     for handle in backend.connections.handles:
         handle._server.cancel()
+        handle._thread.join(30)
     for connection in backend.engine.connections:
         connection.stream.close()

@@ -412,8 +412,8 @@ LARGER: list[tuple[int, dict[str, Any]]] = [
     (3, {"mortal": (0, 2), "kills": 2}),
     (3, {"mortal": (0, 1), "kills": 2, "rounds": PASSES[:2]}),
     (3, {"mortal": (0,), "homes": (0, 1), "rounds": STEPS[:1]}),
-    (3, {"mortal": (0,), "leaves": True, "rounds": STEPS[:1]}),
-    (3, {"mortal": (1,), "accusations": 1, "rounds": STEPS[:1]}),
+    (2, {"leaves": True, "rounds": STEPS[:1]}),
+    (2, {"accusations": 1}),
 ]
 
 

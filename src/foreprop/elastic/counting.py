@@ -200,22 +200,24 @@ class Counting:
         """Whether the session goes on without this worker, which then is told so. Any thread."""
         if not self._elastic:
             return False
-        self._look_for_dead(peer)
-        with self._lock:
-            if peer.left:
-                return True
-            if not self.machine.can_spare(peer.number):
-                return False
-            rest = self.members.settled - {peer.number}
-            if not is_quorum(rest, self._base, self._dead):
-                self._executor.host.fail(self._out_of_reach(peer.number, failure))
-                return True
-            peer.left = peer.silent = True
-            self._reasons[peer.number] = failure.message
-            told, instructions = _parted(self.machine.handle(PeerDropped(peer.number)))
-            for left in told:  # before any answer that does without this worker: `core.dealing`
-                self._tell(left)
-            self._leaving.append((peer, time.monotonic() + _TOLD_S))
+        if peer.ended:
+            self._ended.add(peer.number)
+        looked: set[int] = set()
+        while True:
+            with self._lock:
+                if peer.left:
+                    return True
+                if not self.machine.can_spare(peer.number):
+                    return False
+                rest = self.members.settled - {peer.number}
+                if is_quorum(rest, self._base, self._dead):
+                    told, instructions = self._let_go(peer, failure)
+                    break
+                if rest == looked:
+                    self._executor.host.fail(self._out_of_reach(peer.number, failure))
+                    return True
+            self._look_for_dead(rest)  # others may go meanwhile
+            looked = rest
         farewell = Failure(
             kind="PeerLost",
             message=f"rank {peer.number} was dropped, and the others go on without it:"
@@ -230,11 +232,20 @@ class Counting:
                 self.taken_over.drop(peer.number)
         return True
 
-    def _look_for_dead(self, peer: Connection) -> None:
+    def _let_go(
+        self, peer: Connection, failure: Failure
+    ) -> tuple[list[MemberLeft], Sequence[object]]:
+        """With the lock held."""
+        peer.left = peer.silent = True
+        self._reasons[peer.number] = failure.message
+        told, instructions = _parted(self.machine.handle(PeerDropped(peer.number)))
+        for left in told:  # before any answer that does without this worker: `core.dealing`
+            self._tell(left)
+        self._leaving.append((peer, time.monotonic() + _TOLD_S))
+        return told, instructions
+
+    def _look_for_dead(self, rest: set[int]) -> None:
         """Whose process is no more: asked only where that decides, for it takes a moment."""
-        rest = self.members.settled - {peer.number}
-        if peer.ended:
-            self._ended.add(peer.number)
         for rank in sorted(self._ended - self._dead - rest):
             if is_quorum(rest, self._base, self._dead):
                 return
