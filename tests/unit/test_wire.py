@@ -231,8 +231,8 @@ def test_after_a_damaged_payload_the_next_frame_is_read() -> None:
     with pytest.raises(DamagedPayload) as raised:
         read(reader, bytes(frame))
     damage = Damage.decode(raised.value.question.encode())
-    assert damage == (CRC32C(b"abcd", 0), CRC32C(b"abce", 0), 3, -2)
-    assert damage.describe(header, 4) == str(raised.value)
+    assert damage == (CRC32C(b"abcd", 0), CRC32C(b"abce", 0), 3, -2, 4)
+    assert damage.describe(header) == str(raised.value)
     assert read(reader, seal(header, b"abcd")) == [(header, b"abcd")]
     assert not reader.mid_frame
 

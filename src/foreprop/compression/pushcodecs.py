@@ -129,16 +129,14 @@ class PushCodecs:
         check_code(header, coded)
         whole = header._replace(payload_bytes=coded.raw_bytes)
         self._targets[peer.number] = self._engine.room(peer, whole)
-        return self._scratch_of(peer.number)[:size_bytes]
+        return self._scratch_of(peer.number, size_bytes)
 
-    def _scratch_of(self, server: int) -> memoryview:
+    def _scratch_of(self, server: int, size_bytes: int) -> memoryview:
         scratch = self._scratch.get(server)
-        if scratch is None:
-            most = max(
-                c.most_reply_bytes for c in self._slices.values() if c.piece.server == server
-            )
+        if scratch is None or len(scratch) < size_bytes:
+            most = max(each.most_reply_bytes for each in self._slices.values())
             scratch = self._scratch[server] = np.empty(most, np.uint8).data
-        return scratch
+        return scratch[:size_bytes]
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         target = self._targets.pop(peer.number, None)

@@ -178,16 +178,18 @@ class DamagedPayload(RemoteProtocolError):
     def __init__(self, header: Header, told: int, found: int, what: str) -> None:
         super().__init__(_damage(what, told, found))
         self.header = header
-        self.question = Damage(told, found, header.flags, header.priority)
+        about = (header.flags, header.priority, header.payload_bytes)
+        self.question = Damage(told, found, *about)
 
 
 class Damage(NamedTuple):
-    """What a DAMAGED frame says: both checksums, and the push's flags and priority."""
+    """What a DAMAGED frame says: both checksums, and the push's flags, priority and size."""
 
     told: int
     found: int
     flags: int
     priority: int
+    size_bytes: int
 
     def encode(self) -> bytes:
         return _DAMAGE.pack(*self)
@@ -196,13 +198,13 @@ class Damage(NamedTuple):
     def decode(cls, data: bytes | memoryview) -> Damage:
         return cls(*_DAMAGE.unpack(data))
 
-    def describe(self, header: Header, size_bytes: int) -> str:
+    def describe(self, header: Header) -> str:
         """``header``: of a frame about the slice and step of the push."""
-        what = f"PUSH of slice {header.slice}, step {header.step} ({size_bytes} bytes)"
+        what = f"PUSH of slice {header.slice}, step {header.step} ({self.size_bytes} bytes)"
         return _damage(what, self.told, self.found)
 
 
-_DAMAGE = struct.Struct("!IIHi")
+_DAMAGE = struct.Struct("!IIHiI")
 DAMAGE_BYTES = _DAMAGE.size
 
 

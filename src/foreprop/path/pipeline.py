@@ -36,7 +36,6 @@ class Pipeline:
     ) -> None:
         self.payload: dict[int, Payload] = {int(kind): each for kind, each in payload.items()}
         self.sent: dict[int, Sent] = {int(kind): each for kind, each in (sent or {}).items()}
-        self.encoded = frozenset(encode or {})
         for kind, each in (encode or {}).items():
             if kind not in self.payload:
                 raise InternalError(f"{kind.name} is encoded and has no payload")

@@ -422,13 +422,12 @@ class WorkerEngine:
         kind, _, _, step, slice_, *_ = header
         if not 0 <= slice_ < len(self.slices) or self.machine.owner_of(slice_) != peer.number:
             raise RemoteProtocolError(f"{Kind(kind).name} of slice {slice_}, which is not its own")
-        codes = Kind.PUSH in self.executor.pipeline.encoded
-        now = None if codes else self.memory.sent_gradient(slice_)
+        now = self.memory.sent_gradient(slice_)
         data = None if now is None else bytes(now)  # it may be changing
+        is_itself = data is not None and len(data) == damage.size_bytes  # and no shorter code
         checksum = peer.stream.checksum
-        if data is None or checksum is None or checksum(data, 0) == damage.told:
-            size_bytes = 0 if data is None else len(data)
-            text = damage.describe(header, size_bytes)
+        if data is None or not is_itself or checksum is None or checksum(data, 0) == damage.told:
+            text = damage.describe(header)
             server = self._servers[peer.number]
             self.ending.fail(RemoteProtocolError(f"rank {self.rank} to {server}: {text}"))
             return
