@@ -143,3 +143,16 @@ def test_claims_of_one_that_has_been_dropped_are_of_no_consequence() -> None:
     server.claim(0, Claim(0, 5, 1))
     server.claim(1, Claim(0, 5, 1))
     assert [rank for rank, _ in server.said] == [0, 1]
+
+
+def test_who_asks_about_a_slice_that_is_not_settled_hears_whose_claims_are_awaited() -> None:
+    """Workers ask after some time of waiting, and the lost one's silence may take longer."""
+    server = Server()
+    server.claim(0, Claim(0, 5, 1))
+    assert 0 in server.service
+    assert server.service.describe_wait(0, 6).endswith("the claims of ranks [1, 2]")
+    server.claim(1, Claim(0, 5, 1))
+    server.claim(2, Claim(0, 5, 1))
+    assert 0 not in server.service
+    assert 1 not in server.service
+    assert 3 not in server.service

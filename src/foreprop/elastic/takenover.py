@@ -65,6 +65,19 @@ class TakenOver:
         else:
             self._pass_on(peer.number, header, payload)
 
+    # What it waits for: a `link.connection.Collecting`.
+    def __contains__(self, number: int) -> bool:
+        """Whether it is a slice that may come here, and has not."""
+        known = 0 <= number < len(self._slices)
+        return known and self._slices[number].server != self._index and number not in self._known
+
+    def incomplete(self) -> Sequence[tuple[int, int]]:
+        """Workers that wait for it say so themselves."""
+        return []
+
+    def describe_wait(self, number: int, step: int) -> str:
+        return f"a slice of a lost server waits for the claims of ranks {self._takeovers.missing()}"
+
     def _on_claims(self, rank: int, claims: Sequence[Claim]) -> None:
         for claim in claims:
             is_own = claim.slice >= len(self._slices)

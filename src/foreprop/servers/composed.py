@@ -20,7 +20,7 @@ from foreprop.core.shards import slice_names
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure
-from foreprop.link.connection import Connection, FrameOwner, Later, Service
+from foreprop.link.connection import Collecting, Connection, FrameOwner, Later, Service
 from foreprop.path.calls import (
     Blobs,
     Goodbyes,
@@ -179,7 +179,9 @@ class _Composition:
         self._codecs: ReplyCodecs | None = None
         if codes is not None:
             self._frames = self._codecs = self._make_codecs(codes)
-        self._waits = Waits([self._slices], self._barrier)
+        taken_over = None if counting is None else counting.taken_over
+        others: list[Collecting] = [] if taken_over is None else [taken_over]
+        self._waits = Waits([*others, self._slices], self._barrier)
         self._goodbyes = Goodbyes(self._executor)
         self._admission = None if counting is None else counting.admission
         if counting is not None:
