@@ -137,7 +137,7 @@ class SliceStore:
 
     Where the workers update, nothing is kept: rank 0's values and the averages are let go of when
     all ``readers`` have been sent them, see `reading`. None: answers leave in another way, and
-    both stay.
+    both stay; where servers may be lost, only until the next average.
     """
 
     def __init__(
@@ -174,6 +174,7 @@ class SliceStore:
         wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         sliced_elems = manifest.sliced_elems()
         workers = self._world_size
+        stays = readers is None and not manifest.outlives_servers
 
         def make(piece: Slice) -> SliceTensors:
             number = piece.parameter
@@ -184,7 +185,7 @@ class SliceStore:
                 wire_dtypes[number],
                 optimizer,
                 workers=workers,
-                holds_values=readers is None or manifest.is_served(piece),
+                holds_values=stays or manifest.is_served(piece),
             )
 
         self._make = make
