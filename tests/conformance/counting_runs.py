@@ -40,13 +40,13 @@ class Died(Exception):
 
 
 @contextlib.contextmanager
-def dedicated(world: World, **own: Any) -> Iterator[None]:
+def dedicated(world: World, **own: Any) -> Iterator[list[ThreadServer]]:
     """On rank 0: what `foreprop server` does, for one session, with threads; ``own``: its settings.
 
-    Returns when the servers have ended.
+    Gives the servers, and returns when they have ended.
     """
     if world.rank:
-        yield
+        yield []
         return
     secret = own.get("secret_file")
     seal = None if secret is None else make_seal(secret, "raw", "a server")
@@ -82,7 +82,7 @@ def dedicated(world: World, **own: Any) -> Iterator[None]:
     thread = threading.Thread(target=serve, name="dedicated")
     thread.start()
     try:
-        yield
+        yield servers
     finally:
         ended.set()
         thread.join()

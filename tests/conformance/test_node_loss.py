@@ -24,7 +24,10 @@ from foreprop.errors import ConfigError, ForepropError, PeerLost
 from tests.cluster import run_cluster
 from tests.conformance.averaging_by_hand import check_alike
 from tests.conformance.counting_runs import (
+    ELASTIC,
     Died,
+    by_arithmetic,
+    dedicated,
     make_step,
     parts_of,
     pieces_of,
@@ -373,3 +376,30 @@ def test_servers_beside_elastic_workers_do_not_update() -> None:
     with pytest.raises(ConfigError, match="what servers beside the workers keep is lost with"):
         Config.resolve(elastic=True, update="servers")
     assert Config.resolve(elastic=True, dedicated_servers=1, update="servers").elastic
+
+
+@pytest.mark.parametrize("build", [with_sgd(), with_adam])
+def test_the_loss_of_a_dedicated_server_is_outlived(tmp_path: Path, build: Build) -> None:
+    by_rank = batches_of(3, count=STEPS)
+    pieces: list[Slice] = []
+
+    def work(world: World) -> Any:
+        with dedicated(world, counted_log=str(tmp_path)) as servers:
+            model, optimizer = build_seeded(build, seed=world.rank)
+            with foreprop.parallelize(model, optimizer, world=world, **ELASTIC) as session:
+                pieces[:] = pieces_of(session)
+                for number, batch in enumerate(by_rank[world.rank], 1):
+                    make_step(model, optimizer, batch)
+                    if number == 3 and servers:
+                        servers[1]._server.cancel()
+                found = snapshot(model.state_dict())
+            return found, session.stats()
+
+    found = run_cluster(3, work)
+    own = [[piece.number for piece in pieces if piece.server == index] for index in range(2)]
+    counted = [counted_by(tmp_path, index, 3, own[index]) for index in range(2)]
+    wanted = by_arithmetic(build, by_rank, pieces, counted)
+    for values, stats in found:
+        check_same_bits(values, wanted)
+        assert stats["members"] == [0, 1, 2]
+        assert [each["server"] for each in stats["takeovers"]] == [1]
