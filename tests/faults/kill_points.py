@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from foreprop.core.membership import CountedReplay
 from foreprop.core.slicing import Slice
+from foreprop.core.takeover import owner_of
 from foreprop.core.wire import HEADER_BYTES
 from tests.countedlogs import counted_by
 from tests.leaks import adopt_orphans
@@ -149,7 +150,7 @@ def check(run: Run, plan: Plan, workers: int, servers: int) -> None:
         counted.append(counted_by(run.folder, index, workers, own))
     for piece in pieces:
         check_sets([counted[piece.server].at(piece.number, s) for s in range(1, plan.steps + 1)])
-    check_cuts(plan, pieces, counted)
+    check_cuts(plan, pieces, counted, beside=workers == servers)
     expected = by_arithmetic(workers, plan.steps, pieces, counted)
     assert {results[rank]["sha256"] for rank in alive} == {expected}, run.output()
 
@@ -160,11 +161,21 @@ def check_sets(sets: Sequence[tuple[int, ...]]) -> None:
         assert set(following) <= set(one), (one, following)
 
 
-def check_cuts(plan: Plan, pieces: Sequence[Slice], counted: Sequence[CountedReplay]) -> None:
-    """Of who died within a push, that server counts the whole pushes before it, and no more."""
+def check_cuts(
+    plan: Plan, pieces: Sequence[Slice], counted: Sequence[CountedReplay], *, beside: bool
+) -> None:
+    """Of who died within a push, that server counts the whole pushes before it, and no more.
+
+    ``beside``: it has slices of nodes that were lost before, too.
+    """
+    deaths = {**plan.deaths, **plan.cuts, **plan.reply_cuts}
     for rank, (step, server, whole, share) in plan.cuts.items():
-        own = [piece.number for piece in pieces if piece.server == server]
-        sets = [counted[server].at(number, step) for number in own]
+        lost = {int(other) for other, (at, *_) in deaths.items() if beside and at < step}
+        sets = [
+            counted[piece.server].at(piece.number, step)
+            for piece in pieces
+            if owner_of(piece.number, piece.server, len(counted), lost) == server
+        ]
         counting = sum(int(rank) in ranks for ranks in sets)
         assert counting == whole, f"rank {rank} sent {whole + share} pushes, {counting} count"
 
