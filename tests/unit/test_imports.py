@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 MOST_MODULES = 60  # of these a step that workers make takes three
-MOST_LINES = 12_250
+MOST_LINES = 12_550
 
 NEVER = (
     "numerics compression tables relays staleness elastic collectives data auto workload"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 CONTROL_PRIORITY = -1
 LAST_PRIORITY = 2**31 - 1
 NO_TOKEN = -1
+RESTS = (-1, 0)
+"""Claimed by who has come later, of a slice that it has never pushed: see `core.takeover`."""
 PACE_STEPS = 8
 """So often workers tell how long their steps took (`core.lateness`)."""
 

@@ -35,11 +35,10 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from foreprop.core.collect import Round
+from foreprop.core.frames import RESTS
 from foreprop.core.slicing import Slice
 from foreprop.errors import RemoteProtocolError
 
-RESTS: Round = (-1, 0)
-"""Claimed by who has come later, of a slice that it has never pushed: it lacks nothing."""
 NOBODY = -1
 
 

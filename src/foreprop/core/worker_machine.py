@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from foreprop.core.collect import Round
 from foreprop.core.frames import (
     NO_TOKEN,
+    RESTS,
     CameAfter,
     Closing,
     CompleteParameter,
@@ -44,11 +44,11 @@ from foreprop.core.frames import (
 from foreprop.core.packs import Packs
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendLanes, Turns
 from foreprop.core.slicing import Slice
-from foreprop.core.takeover import RESTS
 from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
 from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
 
 if TYPE_CHECKING:
+    from foreprop.core.collect import Round
     from foreprop.core.pushwindow import PushWindow
 
 WorkerInstruction = SendFrame | CompleteParameter | Finish
