@@ -214,22 +214,17 @@ class WorkerMachine:
         self._missing[parameter] = len(pieces)
         self._step[parameter] = step
         push, owner = self._lanes.push, self._owner
-        for index, *_ in pieces:
+        for index, _, _, _, _ in pieces:
             server = owner[index]
+            frame = SendFrame(server, Kind.PUSH, step, index, priority, flags, NO_TOKEN)
             if self._outlives:
-                frame = SendFrame(server, Kind.PUSH, step, index, priority, flags, NO_TOKEN)
                 self._open[index] = frame
                 if index in self._claimed:
                     continue
             if with_value:
                 value = SendFrame(server, Kind.VALUE, step, index, priority, 0, NO_TOKEN)
                 push(server, step, priority, value)
-            push(
-                server,
-                step,
-                priority,
-                SendFrame(server, Kind.PUSH, step, index, priority, flags, NO_TOKEN),
-            )
+            push(server, step, priority, frame)
             if self._reply == "pull":
                 self._pulls.append(self._pull_frame(index))
         if not pieces:

@@ -83,10 +83,6 @@ class Survival:
             self._machine.handle(SlicesLost(server, owners))
             self._machine.handle(SlicesGoOn(dict.fromkeys(owners, (0, 0))))
 
-    @property
-    def lost(self) -> frozenset[int]:
-        return frozenset(self._lost)
-
     # A loss.
     def outlives(self, peer: Connection) -> bool:
         """Whether this worker goes on although a server is gone. In its receiving thread."""

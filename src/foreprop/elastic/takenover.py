@@ -68,8 +68,10 @@ class TakenOver:
     # What it waits for: a `link.connection.Collecting`.
     def __contains__(self, number: int) -> bool:
         """Whether it is a slice that may come here, and has not."""
-        known = 0 <= number < len(self._slices)
-        return known and self._slices[number].server != self._index and number not in self._known
+        return self._may_come(number) and number not in self._known
+
+    def _may_come(self, number: int) -> bool:
+        return 0 <= number < len(self._slices) and self._slices[number].server != self._index
 
     def incomplete(self) -> Sequence[tuple[int, int]]:
         """Workers that wait for it say so themselves."""
@@ -80,8 +82,7 @@ class TakenOver:
 
     def _on_claims(self, rank: int, claims: Sequence[Claim]) -> None:
         for claim in claims:
-            is_own = claim.slice >= len(self._slices)
-            if is_own or self._slices[claim.slice].server == self._index:
+            if not self._may_come(claim.slice):
                 raise RemoteProtocolError(f"rank {rank} claims slice {claim.slice}")
         with self._lock:
             if rank in self._members.here:  # or it has been dropped meanwhile

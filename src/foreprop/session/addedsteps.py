@@ -227,16 +227,6 @@ class AddedSteps:
         given = dict(zip(parameters, averages, strict=True))
         self._averages |= {own: given[own] for own in self._averages if own in given}
 
-    @property
-    def averages(self) -> list[torch.Tensor]:
-        """One for each of `parameters`. The last step's updates have been made."""
-        self.move_averages()
-        return [self._averages[parameter] for parameter in self.parameters]
-
-    def replace_averages(self, averages: Sequence[torch.Tensor]) -> None:
-        """One for each of `parameters`, which become ours."""
-        self._averages = dict(zip(self.parameters, averages, strict=True))
-
 
 def _put_in_place(owner: Any, step: Callable[..., Any]) -> Callable[[], None]:
     """Make it the object's method; the returned function gives its own back."""

@@ -125,11 +125,14 @@ class LoneSession(Session):
 
     def ema_state_dict(self) -> dict[str, Any]:
         steps = self._averaging()
-        return averaged_state_dict(self._model, steps.parameters, steps.averages)
+        return averaged_state_dict(
+            self._model, steps.parameters, steps.averages_of(steps.parameters)
+        )
 
     def load_ema_state_dict(self, state: Mapping[str, Any]) -> None:
         steps = self._averaging()
-        steps.replace_averages(averages_from(state, self._model, steps.parameters))
+        averages = averages_from(state, self._model, steps.parameters)
+        steps.put_averages(steps.parameters, averages)
 
     def _averaging(self) -> AddedSteps:
         if self._steps is None or self._config.ema is None:
