@@ -65,7 +65,7 @@ def member(rank: int) -> Rank:
     made = Rank(rank)
     made.train()
     made.steps = FIRST - 1
-    made.model_given.hear_joined(2, FIRST)
+    made.model_given.hear_joined(2, 0, FIRST)
     return made
 
 
@@ -198,3 +198,16 @@ def test_state_that_is_no_state_is_refused() -> None:
 def test_slices_are_as_this_test_thinks() -> None:
     assert all(isinstance(piece, Slice) for piece in SLICES)
     assert {piece.server for piece in SLICES} == {0, 1, 2}
+
+
+def test_a_parameter_that_is_not_contiguous_is_given_in_the_order_of_its_elements() -> None:
+    one, other, new = member(0), member(1), Rank(2, joins=True, seed=1)
+    for each in (one, other, new):
+        weight = each.parameters[0]
+        weight.data = weight.detach().t().contiguous().t()
+        assert not weight.is_contiguous()
+    for each in (one, other):
+        each.model_given.begin_step(FIRST, lambda: None)
+        new.take(each)
+    assert torch.equal(new.parameters[0], one.parameters[0])
+    assert not new.parameters[0].is_contiguous()

@@ -59,15 +59,9 @@ def _codec(shown: str, *but: str) -> Feature:
     return Feature("compression", test=test, shown=f"`compression`{shown}")
 
 
-def _beside(setting: str, *usual: object) -> Feature:
-    """A setting that is not as usual, of an elastic session with servers beside the workers."""
-
-    def test(config: Config) -> bool:
-        beside = config.elastic and not config.dedicated_servers
-        return beside and getattr(config, setting) not in (None, *usual)
-
-    more = f" other than {' or '.join(map(repr, usual))}" if usual else ""
-    return Feature(setting, test=test, shown=f"`{setting}`{more}, without `dedicated_servers`")
+def _is_elastic_beside(config: Config) -> bool:
+    """Whether an elastic session has servers beside the workers."""
+    return config.elastic and not config.dedicated_servers
 
 
 def _may_be_dgc(config: Config) -> bool:
@@ -154,10 +148,14 @@ FEATURES: Mapping[str, Feature] = {
     "check stale": Feature("check_stale"),
     "elastic beside": Feature(
         "elastic",
-        test=lambda config: config.elastic and not config.dedicated_servers,
+        test=_is_elastic_beside,
         shown="`elastic=True`, without `dedicated_servers`",
     ),
-    "elastic node's servers": _beside("servers_per_node", 1),
+    "elastic node's servers": Feature(
+        "servers_per_node",
+        test=lambda config: _is_elastic_beside(config) and config.servers_per_node not in (None, 1),
+        shown="`servers_per_node` other than 1, without `dedicated_servers`",
+    ),
     # found by parallelize
     "no optimizer": _found("no optimizer"),
     "scaler": _found("a GradScaler given to `parallelize`"),

@@ -81,6 +81,14 @@ class Members:
             return self.here
         return {rank for rank in self.here if self.since.get(rank, 0) <= step}
 
+    def had_values_before(self, rank: int, first: int) -> bool:
+        """Whether it is here, and has taken part in steps before this one."""
+        return rank in self.here and self.since.get(rank, 0) < first
+
+    def coming_at(self, first: int) -> list[int]:
+        """Those who count from this step on, as is settled."""
+        return [r for r, since in self.since.items() if since == first and r not in self.promised]
+
     @property
     def settled(self) -> set[int]:
         return self.here - self.promised.keys()

@@ -148,13 +148,8 @@ class Newcomers:
         """A slice is; returns those who have had its values too early, for it did not rest."""
         if not self._has_values:
             return []
-        early = [
-            rank
-            for rank, since in self._members.since.items()
-            if step == since - 1
-            and rank not in self._members.promised
-            and rank not in self.awaiting
-        ]
+        coming = self._members.coming_at(step + 1)
+        early = [rank for rank in coming if rank not in self.awaiting]
         for awaited in self.awaiting.values():
             if step >= awaited.step - 1:
                 awaited.behind.discard(slice_)

@@ -47,8 +47,7 @@ class Attendance:
         self.on_end: list[Callable[[Sequence[int]], object]] = []
         """Told, before this member ends the session, of others' first steps that it does not make.
         """
-        self.model: GivenModel | None = None
-        self.given: GivenBlobs | None = None
+        self.gives: list[GivenBlobs | GivenModel] = []
         """What this rank has for newcomers beside positions."""
         self._ended = False
         self._thread = threading.get_ident()
@@ -172,9 +171,8 @@ class Attendance:
         with self._engine.lock:
             coming = [(rank, step) for rank, step in self._words.joining() if step == done + 1]
         self._tell(coming)
-        for gives in (self.given, self.model):
-            if gives is not None:
-                gives.end_step(done)
+        for gives in self.gives:
+            gives.end_step(done)
 
     def end(self) -> None:
         """This member ends the session: tell who was to join at a step that nobody makes."""
@@ -186,9 +184,8 @@ class Attendance:
     def _tell_at_the_end(self, coming: Sequence[tuple[int, int]]) -> None:
         self._tell(coming)
         firsts = sorted({step for _, step in coming})
-        for gives in (self.given, self.model):
-            if gives is not None:
-                gives.end(firsts)
+        for gives in self.gives:
+            gives.end(firsts)
         for function in self.on_end if firsts else ():
             function(firsts)
 

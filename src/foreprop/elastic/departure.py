@@ -64,9 +64,13 @@ class MemberNotices:
 
     def give(self, buffers: ModelBuffers, frozen: Sequence[torch.Tensor]) -> None:
         """To newcomers, in an elastic session."""
+        self.given = GivenBlobs(self._engine, self.first_steps, buffers, frozen)
+        self.attendance.gives.append(self.given)
 
-        about = (self._engine, self.first_steps, buffers, frozen)
-        self.given = self.attendance.given = GivenBlobs(*about)
+    def give_model(self, model: GivenModel) -> None:
+        """To newcomers, where workers update."""
+        self.model = model
+        self.attendance.gives.append(model)
 
     def first_steps(self) -> dict[int, int]:
         """Of those who are here, by rank; 0: it was here at the start."""
@@ -108,9 +112,8 @@ class MemberNotices:
             by_server[server] = told
             self._gone[told.rank] = max(self._gone.get(told.rank, -1), told.step)
             members = self.members
-        for gives in (self.given, self.model) if first else ():
-            if gives is not None:
-                gives.hear_left(told.rank)
+        for gives in self.attendance.gives if first else ():
+            gives.hear_left(told.rank)
         if first and members[:1] == [self._engine.rank]:
             LOGGER.warning(
                 "rank %d has left within step %d: %s; %d of %d workers are left",
@@ -136,10 +139,8 @@ class MemberNotices:
             members = self.members
         self._engine.progress.notify()
         self.attendance.hear_joined(rank, server, step)
-        if self.given is not None:
-            self.given.hear_joined(rank, server, step)
-        if self.model is not None and rank != self._engine.rank:
-            self.model.hear_joined(rank, step)
+        for gives in self.attendance.gives:
+            gives.hear_joined(rank, server, step)
         others = [member for member in members if member != rank]
         if step > before and self._engine.rank == min(others, default=rank):
             LOGGER.warning(

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from foreprop.core.frames import LAST_PRIORITY
+from foreprop.core.slicing import Slice
 from foreprop.core.wire import MAX_PAYLOAD_BYTES, Header, Kind
 from foreprop.errors import RemoteProtocolError, TrainingLoopError
 from foreprop.link.connection import Connection, bounded, exactly
@@ -77,9 +78,10 @@ class GivenModel:
         """Of a newcomer: the others' numbers for its first step."""
 
     # Giving.
-    def hear_joined(self, rank: int, step: int) -> None:
+    def hear_joined(self, rank: int, server: int, step: int) -> None:
+        """Any server's word of it will do."""
         with self._engine.lock:
-            if step > self._engine.steps:
+            if rank != self._engine.rank and step > self._engine.steps:
                 self._coming[rank] = step
 
     def hear_left(self, rank: int) -> None:
@@ -155,9 +157,11 @@ class GivenModel:
         piece = self._engine.slices[slice_]
         parameter = self._parameters[piece.parameter].detach()
         with torch._C.DisableTorchFunctionSubclass():
-            host = parameter.cpu().contiguous()
-        size = parameter.element_size()
-        return bytes_of(host)[piece.start_elems * size : piece.stop_elems * size]
+            if parameter.is_contiguous():
+                part = parameter.view(-1)[piece.start_elems : piece.stop_elems]
+            else:
+                part = parameter[_places(parameter, piece)]
+            return bytes_of(part.cpu())
 
     # Receiving.
     def room(self, peer: Connection, header: Header) -> memoryview:
@@ -190,9 +194,7 @@ class GivenModel:
             if parameter.is_contiguous():
                 parameter.view(-1)[piece.start_elems : piece.stop_elems].copy_(part)
             else:
-                whole = parameter.contiguous()
-                whole.view(-1)[piece.start_elems : piece.stop_elems].copy_(part)
-                parameter.copy_(whole)
+                parameter[_places(parameter, piece)] = part.to(parameter.device)
 
     @property
     def is_complete(self) -> bool:
@@ -233,6 +235,12 @@ class GivenModel:
                 f" {_unlike(ours, theirs or [])}: let its scheduler go as far as the others' has"
                 " (docs/elastic.md)"
             )
+
+
+def _places(parameter: torch.Tensor, piece: Slice) -> tuple[torch.Tensor, ...]:
+    """The indices of a slice's elements, for the slice lies apart: not the whole is copied."""
+    flat = torch.arange(piece.start_elems, piece.stop_elems, device=parameter.device)
+    return torch.unravel_index(flat, parameter.shape)
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> _Numbers:

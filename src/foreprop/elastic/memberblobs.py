@@ -147,12 +147,10 @@ class NewcomersBlobs:
             return
         first, which = header.step + 1, header.slice
         with self._executor.lock:
-            members = self._members
-            if members.since.get(peer.number, 0) >= first or peer.number not in members.here:
-                return  # it has no values of that step
-            for rank, since in members.since.items():
-                awaits = since == first and self._passed.get((rank, which)) != first
-                if awaits and rank not in members.promised:
+            if not self._members.had_values_before(peer.number, first):
+                return
+            for rank in self._members.coming_at(first):
+                if self._passed.get((rank, which)) != first:
                     self._passed[rank, which] = first
                     about = (Kind.BLOB_REPLY, header.step, CONTROL_PRIORITY, which)
                     self._executor.send(rank, *about, payload)

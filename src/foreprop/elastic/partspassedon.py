@@ -27,10 +27,8 @@ class PartsPassedOn:
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         first, part = header.step + 1, header.slice
         with self._executor.lock:
-            members = self._members
-            if members.since.get(peer.number, 0) >= first or peer.number not in members.here:
-                return  # it has no values of that step
-            for rank, since in members.since.items():
-                if since == first and rank not in members.promised:
-                    about = (Kind.GIVEN, header.step, header.priority, part)
-                    self._executor.send(rank, *about, payload)
+            if not self._members.had_values_before(peer.number, first):
+                return
+            for rank in self._members.coming_at(first):
+                about = (Kind.GIVEN, header.step, header.priority, part)
+                self._executor.send(rank, *about, payload)

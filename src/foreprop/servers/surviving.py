@@ -83,14 +83,14 @@ def make_members(
                 nodes = [connections.node_of(server) for server in range(connections.servers)]
                 own = connections.node if connections.node in nodes else NOBODY
                 about = (setup.optimizer, setup.parameters, notices.first_steps, own)
-                model = notices.model = notices.attendance.model = GivenModel(engine, *about)
+                model = GivenModel(engine, *about)
+                notices.give_model(model)
 
                 def lost(server: int) -> None:
                     directory.lost(server)
                     notices.attendance.lose_server(server)
-                    for gives in (notices.given, model):
-                        if gives is not None:
-                            gives.give_again()
+                    for gives in notices.attendance.gives:
+                        gives.give_again()
 
                 survival = Survival(engine, nodes, connections.node, lost)
                 survival.begin_without(connections.lost)
