@@ -68,6 +68,9 @@ class Admission:
         self._counting = counting
         self._members = counting.members
         self._where = Whereabouts(manifest.session, ())
+        self._lost: dict[int, set[int]] = {}
+        """By rank that has told: the servers that it has lost. Only members' words count: one
+        that is dropped may have lost its own connections."""
         self._placed: dict[int, int] = {}
         """By newcomer that has been told where loaders are: its first step."""
 
@@ -87,7 +90,14 @@ class Admission:
     # For who is not here yet.
     def whereabouts(self) -> bytes:
         with self._lock:
-            return msgspec.structs.replace(self._where, free=tuple(self._free())).encode()
+            here = self._members.here
+            lost = set().union(*(each for rank, each in self._lost.items() if rank in here))
+            places = tuple(
+                msgspec.structs.replace(place, is_lost=server in lost)
+                for server, place in enumerate(self._where.places)
+            )
+            free = tuple(self._free())
+            return msgspec.structs.replace(self._where, places=places, free=free).encode()
 
     def _free(self) -> list[int]:
         """The ranks that have not come, or were lost and have nothing under way any more."""
@@ -140,6 +150,8 @@ class Admission:
             with self._lock:
                 if peer.number in self._members.here:
                     self._where = told
+                    lost = {number for number, place in enumerate(told.places) if place.is_lost}
+                    self._lost[peer.number] = lost
         elif header.kind == Kind.POSITIONS:
             self._pass_on(header, payload)
         elif header.kind == Kind.JOIN:
