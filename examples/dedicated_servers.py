@@ -15,7 +15,7 @@ from torch.nn import Conv2d, Flatten, Linear, ReLU, Sequential, functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import foreprop
-from foreprop.datasets import data_folder, fashion_mnist
+from foreprop_lab.datasets import data_folder, fashion_mnist
 
 
 def training_data() -> Dataset[tuple[torch.Tensor, ...]]:
@@ -44,7 +44,7 @@ def main() -> None:
 
     weights = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
     digest = hashlib.sha256(weights).hexdigest()
-    # one write, with its end: all ranks have the same terminal
+    # one write that includes the line end: all ranks share a terminal
     print(f"rank {session.rank}: SHA-256 of the weights {digest}\n", end="", flush=True)
 
 

@@ -11,7 +11,7 @@ from torch.nn import Conv2d, Flatten, Linear, ReLU, Sequential, functional
 from torch.utils.data import DataLoader
 
 import foreprop
-from foreprop.datasets import fashion_mnist
+from foreprop_lab.datasets import fashion_mnist
 
 
 def main() -> None:

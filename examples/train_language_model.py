@@ -1,4 +1,4 @@
-"""A language model on WikiText-2's full vocabulary: of two tables' 76,616 rows a step needs few.
+"""A language model on WikiText-2: two tables of 76,616 rows each, of which a step needs few.
 
 torchrun --nproc-per-node 2 examples/train_language_model.py            # batches of 20 + 20 texts
 python examples/train_language_model.py --texts 40                      # alone, the same batches
@@ -10,7 +10,6 @@ python examples/train_language_model.py --profile mine.json    # measure it, for
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 import torch
@@ -19,15 +18,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import foreprop
-
-sys.path.append(str(Path(__file__).parents[1]))
-from experiments.wikitext import wikitext2
+from foreprop_lab.experiments.wikitext import wikitext2
 
 LENGTH, DRAWN, HELD_OUT = 20, 1024, 4000
 
 
 class LanguageModel(nn.Module):
-    """Words to an LSTM to a softmax: over all types, or in training over the drawn ones."""
+    """An embedding, an LSTM and a softmax: over all types, or in training over the drawn ones."""
 
     def __init__(self, types: int, *, width: int = 64, remote: bool = False) -> None:
         super().__init__()
@@ -51,7 +48,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def perplexity(self, text: torch.Tensor) -> float:
-        """Of a text, with the softmax over all types."""
+        """The perplexity of a text, with the softmax over all types."""
         hidden, _ = self.lstm(self.words(text[:, :-1]))
         everything = self.classes(torch.arange(self.classes.num_embeddings))
         scores = F.linear(hidden.flatten(0, 1), everything)
@@ -59,13 +56,13 @@ class LanguageModel(nn.Module):
 
 
 def expected(numbers: torch.Tensor, types: int) -> torch.Tensor:
-    """The logarithm of how often a type is drawn."""
+    """The logarithm of how often `draw` is expected to give each type of ``numbers``."""
     share = torch.log((numbers + 2.0) / (numbers + 1.0)) / math.log(types + 1)
     return torch.log(DRAWN * share)
 
 
 def draw(step: int, types: int) -> torch.Tensor:
-    """The same for all ranks: their parts of a batch have one softmax."""
+    """Random types, frequent ones more often; all ranks draw the same and so have one softmax."""
     uniform = torch.rand(DRAWN, generator=torch.Generator().manual_seed(step))
     return (torch.exp(uniform * math.log(types + 1)).long() - 1).clamp_(0, types - 1).unique()
 

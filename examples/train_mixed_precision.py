@@ -17,11 +17,11 @@ import foreprop
 
 
 def points(count: int) -> TensorDataset:
-    """Two classes: inside of a ring, and on it."""
-    numbers = torch.Generator().manual_seed(1)
-    labels = torch.randint(2, (count,), generator=numbers)
-    angles = torch.rand(count, generator=numbers) * 6.2832
-    radius = 0.3 + labels + 0.1 * torch.randn(count, generator=numbers)
+    """Points in a plane, and whether each is on a ring (1) or inside of it (0)."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(2, (count,), generator=generator)
+    angles = torch.rand(count, generator=generator) * 6.2832
+    radius = 0.3 + labels + 0.1 * torch.randn(count, generator=generator)
     places = torch.stack([angles.cos(), angles.sin()], 1) * radius.unsqueeze(1)
     return TensorDataset(places, labels)
 
@@ -61,7 +61,7 @@ def main() -> None:
 
     weights = [parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters()]
     digest = hashlib.sha256(b"".join(weights)).hexdigest()
-    # one write, with its end: all ranks have the same terminal
+    # one write that includes the line end: all ranks share a terminal
     print(f"rank {session.rank}: SHA-256 of the weights {digest}\n", end="", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A small ResNet with a validation loop, checkpoints and resume, on images made up here.
+"""A small ResNet with a validation loop, checkpoints and resume, on images generated here.
 
 torchrun --nproc-per-node 2 examples/train_resnet.py --epochs 4
 torchrun --nproc-per-node 2 examples/train_resnet.py --epochs 8  # goes on
@@ -45,16 +45,19 @@ def resnet(width: int = 8) -> nn.Module:
 
 def images(count: int, seed: int) -> TensorDataset:
     """Noise with a bright stripe, whose place is the class."""
-    numbers = torch.Generator().manual_seed(seed)
-    labels = torch.randint(CLASSES, (count,), generator=numbers)
-    pictures = torch.randn(count, 3, 16, 16, generator=numbers)
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    pictures = torch.randn(count, 3, 16, 16, generator=generator)
     for picture, label in zip(pictures, labels.tolist(), strict=True):
         picture[:, 4 * label : 4 * label + 4] += 1
     return TensorDataset(pictures, labels)
 
 
 def accuracy(model: nn.Module, loader: DataLoader, device: torch.device) -> float:
-    """Of all ranks' shares together; `shard` fills the last batch up, as DistributedSampler."""
+    """The share of right answers over all ranks' samples.
+
+    `shard` repeats some samples to fill the last batch, as DistributedSampler does.
+    """
     counts = torch.zeros(2, device=device)
     model.eval()
     with torch.no_grad():
@@ -101,7 +104,7 @@ def main() -> None:
         if session.rank == 0:
             print(f"epoch {epoch + 1}: validation accuracy {100 * right:.1f} %", flush=True)
 
-    # one write, with its end: all ranks have the same terminal
+    # one write that includes the line end: all ranks share a terminal
     print(f"rank {session.rank}: SHA-256 of the weights {digest(model)}\n", end="", flush=True)
     session.close()
     if dist.is_initialized():
@@ -109,7 +112,7 @@ def main() -> None:
 
 
 def digest(model: nn.Module) -> str:
-    """Of the parameters; running averages of BatchNorm are each rank's own while training."""
+    """SHA-256 of the parameters; BatchNorm's running averages are each rank's own."""
     weights = [parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters()]
     return hashlib.sha256(b"".join(weights)).hexdigest()
 

@@ -1,4 +1,4 @@
-"""A small transformer with gradient accumulation, clipping and a warm-up, on text made up here.
+"""A small transformer with gradient accumulation, clipping and a warm-up, on text generated here.
 
 torchrun --nproc-per-node 2 examples/train_transformer.py
 FOREPROP_WORKERS_PER_NODE=2 torchrun --nproc-per-node 4 examples/train_transformer.py
@@ -38,10 +38,10 @@ class Transformer(nn.Module):
 
 
 def texts(count: int) -> TensorDataset:
-    """Each letter follows the one before by a step that is the text's own."""
-    numbers = torch.Generator().manual_seed(1)
-    start = torch.randint(LETTERS, (count, 1), generator=numbers)
-    step = torch.randint(1, 4, (count, 1), generator=numbers)
+    """Texts in which each letter follows the one before by the same step."""
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randint(LETTERS, (count, 1), generator=generator)
+    step = torch.randint(1, 4, (count, 1), generator=generator)
     return TensorDataset((start + step * torch.arange(LENGTH + 1)) % LETTERS)
 
 
@@ -75,7 +75,7 @@ def main() -> None:
 
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     digest = hashlib.sha256(weights).hexdigest()
-    # one write, with its end: all ranks have the same terminal
+    # one write that includes the line end: all ranks share a terminal
     print(f"rank {session.rank}: SHA-256 of the weights {digest}\n", end="", flush=True)
 
 

@@ -48,20 +48,20 @@ def main() -> None:
     parser.add_argument("--strategy", default="foreprop")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--folder", default="runs/lightning")
-    told = parser.parse_args()
+    options = parser.parse_args()
     pl.seed_everything(0, verbose=False)
     callbacks: list[pl.Callback] = [LearningRateMonitor()]
-    if told.strategy == "foreprop":
+    if options.strategy == "foreprop":
         callbacks.append(ForepropMonitor())
     trainer = pl.Trainer(
-        strategy=told.strategy,
+        strategy=options.strategy,
         accelerator="cpu",
-        devices=told.devices,
+        devices=options.devices,
         max_epochs=4,
         gradient_clip_val=1.0,
         log_every_n_steps=10,
         callbacks=callbacks,
-        logger=CSVLogger(told.folder),
+        logger=CSVLogger(options.folder),
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -16,7 +16,7 @@ WORDS, LENGTH = 50, 16
 
 
 def make_texts(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Rows of numbers that count up from anywhere: easy to learn."""
+    """Texts whose words count up from a random one: easy to learn."""
     starts = torch.randint(WORDS, (count, 1), generator=torch.Generator().manual_seed(seed))
     rows = (starts + torch.arange(LENGTH)) % WORDS
     return [{"input_ids": row, "labels": row} for row in rows]

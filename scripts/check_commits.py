@@ -1,9 +1,9 @@
-"""Commit subjects are imperative, at most 72 characters: fails and names those that are not.
+"""Check that commit subjects are imperative and at most 72 characters long; name the others.
 
 python scripts/check_commits.py [BASE]
 
-Checks the commits since BASE. By default these are the ones that origin/main does not have. If it
-has all of them, or there is no origin/main, they are those since `FIRST`. Commits before `FIRST`
+It checks the commits since BASE. By default these are the ones that origin/main does not have. If
+it has all of them, or there is no origin/main, they are those since `FIRST`. Commits before `FIRST`
 are older than the rule and never checked. An export or a shallow clone has no such history: then
 the check says so and passes.
 """
@@ -29,13 +29,13 @@ RULES = (
 )
 
 
-def broken(subject: str) -> list[str]:
+def problems(subject: str) -> list[str]:
     """What is wrong with a subject; an empty list if nothing is."""
     return [what for pattern, what in RULES if re.search(pattern, subject)]
 
 
 def subjects(folder: Path, base: str | None = None) -> list[tuple[str, str]] | None:
-    """The commits to look at, as (short hash, subject), newest first; None without a history."""
+    """The commits to check as (short hash, subject), newest first; None without a history."""
     if not _knows(folder, FIRST) or not _knows(folder, base or FIRST):
         return None
     if base is not None:
@@ -49,7 +49,7 @@ def _knows(folder: Path, commit: str) -> bool:
 
 
 def _log(folder: Path, *without: str) -> list[tuple[str, str]]:
-    """What HEAD has and none of the others."""
+    """The commits that HEAD has and none of the others has."""
     leave_out = [f"^{commit}" for commit in without]
     text = _git(folder, "log", "--no-merges", "--format=%h %s", "HEAD", *leave_out) or ""
     pairs = [line.partition(" ") for line in text.splitlines()]
@@ -57,7 +57,7 @@ def _log(folder: Path, *without: str) -> list[tuple[str, str]]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None if it fails, or is not there."""
+    """What git prints; None if it fails or is not installed."""
     try:
         ended = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
@@ -73,7 +73,7 @@ def main(folder: Path, base: str | None = None) -> int:
         print(f"commit subjects: no history since {(base or FIRST)[:12]} here, nothing to check")
         return 0
     failures = [
-        f"{commit} {subject!r} {what}" for commit, subject in commits for what in broken(subject)
+        f"{commit} {subject!r} {what}" for commit, subject in commits for what in problems(subject)
     ]
     print(*failures, f"commit subjects: {len(commits)} checked, {len(failures)} wrong", sep="\n")
     return 1 if failures else 0

@@ -1,4 +1,4 @@
-"""docs/combinations.md, made from `foreprop.config.combinations`: run this after changing a row.
+"""Write docs/combinations.md from `foreprop.config.combinations`: run this after changing a row.
 
 python scripts/combinations_page.py
 
@@ -19,8 +19,8 @@ HEAD = """\
 
 <!-- Made by scripts/combinations_page.py from foreprop.config.combinations: edit that. -->
 
-All settings go together, but for the pairs on this page. Each is refused by `parallelize` before
-anything is sent, with the reason and what to do instead.
+All settings go together, but for these pairs. `parallelize` refuses each before anything is sent,
+and says why.
 
 `architecture="auto"` chooses among what the other settings allow. With one that only servers have
 it means `p2p`, or `ps`. `slice_elems="auto"` means the usual size where slices cannot change while
@@ -46,10 +46,10 @@ def page() -> str:
 
 
 def table(rows: Iterable[Refused]) -> str:
-    lines = ["| this | beside | why | instead |", "| --- | --- | --- | --- |"]
+    lines = ["| this | beside | instead |", "| --- | --- | --- |"]
     for row in rows:
         groups = (", ".join(FEATURES[name].documented() for name in g) for g in row[:2])
-        lines.append(f"| {' | '.join((*groups, row.reason, row.instead))} |")
+        lines.append(f"| {' | '.join((*groups, row.instead))} |")
     return "\n".join(lines) + "\n"
 
 

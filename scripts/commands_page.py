@@ -1,8 +1,8 @@
-"""docs/commands.md, made from the command line itself: run this after changing a command.
+"""Write docs/commands.md and lab/docs/commands.md from the command line itself.
 
-python scripts/commands_page.py
+python scripts/commands_page.py        # after changing a command
 
-A test compares the page with `page()`.
+A test compares the pages with `pages()`.
 """
 
 from __future__ import annotations
@@ -15,29 +15,46 @@ from typing import Any
 
 import typer
 
-from foreprop.cli.main import app
+from foreprop.tools.cli.app import app
+from foreprop.tools.cli.registry import commands
 
-PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
+ROOT = Path(__file__).parents[1]
 
 HEAD = """\
 # Commands
 
-<!-- Made by scripts/commands_page.py from foreprop.cli: edit that, not this page. -->
+<!-- Made by scripts/commands_page.py from foreprop.tools.cli: edit that, not this page. -->
 
 Every command of `foreprop`, as its `--help` has it. Options may stand in any order; after the
-script of `foreprop run` they are the script's.
+script of `foreprop run` they are the script's. `foreprop demo`, `lab` and `bench` are [the
+lab's](../lab/docs/commands.md).
+"""
+LAB_HEAD = """\
+# Commands
+
+<!-- Made by scripts/commands_page.py from foreprop_lab.commands: edit that, not this page. -->
+
+Every command that foreprop-lab adds to `foreprop`, as its `--help` has it. Options may stand in any
+order. The [other commands](../../docs/commands.md) are foreprop's own.
 """
 
 
-def page() -> str:
-    """The page's whole text."""
+def pages() -> dict[Path, str]:
+    """The text of each page."""
     root: Any = typer.main.get_command(app)
     context = root.make_context("foreprop", [], resilient_parsing=True)
-    return HEAD + "".join(_section(path, command) for path, command in _commands(root, context))
+    lab = {entry.name.split()[0] for entry in commands() if entry.source.startswith("foreprop_lab")}
+    own, others = [], []
+    for path, command in _commands(root, context):
+        (others if path.split()[1] in lab else own).append(_section(path, command))
+    return {
+        ROOT / "docs" / "commands.md": HEAD + "".join(own),
+        ROOT / "lab" / "docs" / "commands.md": LAB_HEAD + "".join(others),
+    }
 
 
 def _commands(group: Any, context: Any) -> Iterator[tuple[str, Any]]:
-    """All that can be called, by their full names, in the order of ``--help``."""
+    """All commands by their full names, in the order of ``--help``."""
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         path = f"{context.info_name} {name}"
@@ -75,7 +92,7 @@ def _row(param: Any) -> str:
 
 
 def _default(param: Any) -> str:
-    """As ``--help`` shows it; a flag has none."""
+    """The default as ``--help`` shows it; a flag has none."""
     if param.required:
         return "required"
     shown = getattr(param, "show_default", None)
@@ -94,9 +111,10 @@ def _cell(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """The help's paragraphs, in the lines that they have."""
+    """The help's paragraphs, with the line breaks that they have."""
     return inspect.cleandoc(text).replace("\b\n", "").replace("<", "&lt;").replace("*", "\\*")
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for file, text in pages().items():
+        file.write_text(text)

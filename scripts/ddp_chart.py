@@ -1,8 +1,8 @@
-"""docs/results/against-ddp.png: foreprop and DDP beside the limit, out of the data of figure 1.
+"""Draw lab/docs/results/against-ddp.png: foreprop and DDP beside the limit, from figure 1's data.
 
 python scripts/ddp_chart.py        (needs the extra `lab`)
 
-Nothing is measured here: `foreprop lab figures` wrote docs/results/figure-1-bandwidth.json.
+Nothing is measured here: `foreprop lab figures` wrote lab/docs/results/figure-1-bandwidth.json.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from foreprop.report.style import CARD, INK, PNG_DPI, QUIET, drawn, style_of, with_gaps
+from foreprop.tools.report.charts import CARD, INK, PNG_DPI, QUIET, drawn, style_of
+from foreprop_lab.experiments.chart import with_gaps
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = Path(__file__).parents[1] / "lab" / "docs" / "results"
 TUNED = "ddp-tuned"
 SHOWN = {"p3": "foreprop", "ddp": "DDP", TUNED: "DDP, best of several bucket sizes"}
 MODELS = ("ResNet-50", "VGG-19")
@@ -23,20 +24,20 @@ TICKS = {2.0: "twice as long", 1.0: "as long", 0.5: "half as long"}
 
 
 def panels() -> dict[str, Any]:
-    """By model, the data of figure 1, which is throughput by link rate."""
+    """The panels of figure 1 by model, which show throughput by link rate."""
     found = json.loads((RESULTS / "figure-1-bandwidth.json").read_text())
     return {panel["title"]: panel for panel in found}
 
 
 def points(panel: Any, system: str) -> list[tuple[float, float]]:
-    """Link rate, 1 where sending takes as long as computing; throughput, 1 without a network."""
+    """Link rate (1: sending takes as long as computing) and throughput (1: without a network)."""
     rate, most = _units(panel)
     curve = next(curve for curve in panel["curves"] if curve["system"] == system)
     return [(point["x"] / rate, point["throughput"] / most) for point in curve["points"]]
 
 
 def shown_points(panel: Any, system: str) -> list[tuple[float, float]]:
-    """As drawn: the best of several bucket sizes is DDP's usual one, where that is the best."""
+    """The points as drawn: DDP's usual bucket size is used where it is the best of several."""
     own, plain = points(panel, system), dict(points(panel, "ddp"))
     return [(x, max(y, plain.get(x, y)) if system == TUNED else y) for x, y in own]
 

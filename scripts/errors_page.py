@@ -1,8 +1,8 @@
-"""docs/errors.md, every error's text, read out of src: run this after changing a message.
+"""Read every error's text out of src, as a page of the site, which site_hooks.py adds to it.
 
-python scripts/errors_page.py
+python scripts/errors_page.py    # prints it
 
-What a message fills in stands as an ellipsis. A test compares the page with `page()`, and checks
+An ellipsis stands for what a message fills in. A test checks that all texts are on the page, and
 that messages which were really raised are among them.
 """
 
@@ -20,36 +20,36 @@ from foreprop import errors
 from foreprop.config import combinations
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "errors.md"
 SOURCE = ROOT / "src" / "foreprop"
+LAB = ROOT / "lab" / "src" / "foreprop_lab"
 VALUE = "…"
 PART = "part of a ConfigError"
 
 SECTIONS = {
     "Settings": ("config quantities", "settings.md"),
-    "The training loop": ("path gradients numerics hooks session", "semantics.md"),
-    "Data": ("data datasets", "data.md"),
-    "Tables": ("tables", "tables.md"),
-    "Who dies, and who is late": ("elastic", "elastic.md"),
-    "Processes and connections": ("cluster servers link relays errors", "cluster.md"),
-    "All-reduce": ("collectives", "collectives.md"),
-    "The choice of an architecture": ("auto", "auto.md"),
+    "The training loop": ("params", "semantics.md"),
+    "Sessions, data and checkpoints": ("session", "semantics.md"),
+    "Trainers": ("integrations", "trainers.md"),
+    "Processes and connections": ("engine backends features/nodes errors", "troubleshooting.md"),
+    "Who dies, and who is late": ("features/members features/uneven", "elastic.md"),
+    "Tables": ("features/tables", "tables.md"),
+    "Compression": ("features/compression conformance", "compression.md"),
+    "Compiled code": ("features/compiled", "compile.md"),
+    "All-reduce": ("features/collectives", "tuning.md"),
     "The protocol": ("core", "path.md"),
-    "Traces and reports": ("observe report", "troubleshooting.md"),
-    "`foreprop run`": ("run", "run.md"),
-    "`foreprop doctor`": ("doctor", "doctor.md"),
-    "`foreprop plan`": ("model workload", "plan.md"),
-    "`foreprop lab`": ("lab demo", "lab.md"),
-    "The simulator": ("simulate", "simulator.md"),
-    "The command line": ("cli", "commands.md"),
+    "Plans, and the choice of an architecture": ("plan", "plan.md"),
+    "Traces and reports": ("tools/report", "troubleshooting.md"),
+    "`foreprop run`": ("tools/run", "run.md"),
+    "`foreprop doctor`": ("tools/doctor", "run.md"),
+    "`foreprop compare`": ("tools/compare", "compare.md"),
+    "The command line": ("tools/cli", "commands.md"),
+    "The lab, the demo and the simulator": ("lab", "../lab/docs/lab.md"),
 }
-"""By heading: the folders of src/foreprop, and the page that explains what they do."""
+"""The headings, each with packages of src/foreprop, and the page that explains what they do."""
 OTHERS = ("Everything else", "troubleshooting.md")
 
 HEAD = """\
 # Every error's text
-
-<!-- Made by scripts/errors_page.py from src: edit the messages, not this page. -->
 
 Search this page for the words of a message. `…` stands for what a message fills in: a name, a
 number, what to do. [Troubleshooting](troubleshooting.md) says what each kind of error means and
@@ -69,13 +69,13 @@ class Message:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Fits every text that this message can have."""
+        """A pattern that fits every text that this message can have."""
         return re.compile(".*".join(map(re.escape, self.text.split(VALUE))), re.DOTALL)
 
 
 @dataclass(slots=True)
 class Module:
-    """A file: what its names stand for, as far as texts go."""
+    """A file, with the constants and functions that its texts may use."""
 
     tree: ast.Module
     constants: dict[str, ast.expr] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Module:
                 self.functions[node.name] = node
 
     def texts(self, value: ast.expr) -> list[str]:
-        """What an expression can be, with `VALUE` for what is not known before it runs."""
+        """The texts that an expression can have, with `VALUE` for what is unknown until it runs."""
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             return [value.value]
         if isinstance(value, ast.JoinedStr):
@@ -112,7 +112,10 @@ class Module:
             extra = call.args[0]
             return errors.how_to_install(extra.value if isinstance(extra, ast.Constant) else VALUE)
         if isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Name):
-            constant = self.constants.get(part.value.id)
+            name = part.value.id
+            if name.isupper() and isinstance(shared := getattr(errors, name, None), str):
+                return shared
+            constant = self.constants.get(name)
             return VALUE if constant is None else self.texts(constant)[0]
         return str(part.value) if isinstance(part, ast.Constant) else VALUE
 
@@ -127,15 +130,19 @@ class Module:
 
 @functools.cache
 def messages(source: Path = SOURCE) -> tuple[Message, ...]:
-    """All of them, in the order of files and lines, each text once in its folder."""
-    modules = {path: Module(ast.parse(path.read_text())) for path in sorted(source.rglob("*.py"))}
+    """All messages in the order of files and lines, each text once per package."""
+    files = sorted(source.rglob("*.py"))
+    if source == SOURCE:  # experiments and benchmarks fail in their own words
+        parts = ("*.py", "commands/*.py", "demo/*.py", "lab/*.py", "simulate/*.py")
+        files += sorted(path for part in parts for path in LAB.glob(part))
+    modules = {path: Module(ast.parse(path.read_text())) for path in files}
     kinds = error_classes(module.tree for module in modules.values())
     found: dict[Message, None] = {}
     for path, module in modules.items():
-        where = path.relative_to(source).parts[0].removesuffix(".py")
+        where = package_of(path, source) if path.is_relative_to(source) else "lab"
         for call in _made(module.tree, kinds):
             for text in module.texts(call.args[0]):
-                if re.search(r"\w", text):  # what is passed on stands where it is made
+                if re.search(r"\w", text):  # a text that is only passed on is found at its origin
                     kind = kinds[_name(call.func)]
                     found[Message(where, kind, _squeezed(text))] = None
     if source == SOURCE:
@@ -145,8 +152,14 @@ def messages(source: Path = SOURCE) -> tuple[Message, ...]:
     return tuple(found)
 
 
+def package_of(path: Path, source: Path) -> str:
+    """The package that a file is in: its folder, below ``features`` and ``tools`` the next one."""
+    parts = path.relative_to(source).with_suffix("").parts
+    return "/".join(parts[: 2 if parts[0] in ("features", "tools") else 1])
+
+
 def error_classes(trees: Iterable[ast.Module]) -> dict[str, str]:
-    """Our classes of errors and Python's, by name, and what to call them.
+    """The classes of errors, foreprop's and Python's, with the name that the page gives them.
 
     The text of a private class becomes part of another error's.
     """
@@ -166,7 +179,7 @@ def _is_error(value: object) -> bool:
 
 
 def _made(tree: ast.Module, kinds: dict[str, str]) -> Iterator[ast.Call]:
-    """Where an error of ours is made, raised there or not; one of Python's, only if raised."""
+    """The calls that make an error of foreprop's, and of Python's those that are raised there."""
     raised = {id(node.exc) for node in ast.walk(tree) if isinstance(node, ast.Raise)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args and _name(node.func) in kinds:
@@ -184,7 +197,7 @@ def _squeezed(text: str) -> str:
 
 
 def section(where: str) -> tuple[str, str]:
-    """Heading and page for a folder; one that is new here has a place, too."""
+    """The heading and the page for a package; a new one gets those of all others."""
     for heading, (folders, target) in SECTIONS.items():
         if where in folders.split():
             return heading, target
@@ -192,7 +205,7 @@ def section(where: str) -> tuple[str, str]:
 
 
 def page() -> str:
-    """The page's whole text."""
+    """The page's whole text; rows are sorted by their texts, whichever file has them."""
     rows: dict[tuple[str, str], list[str]] = {}
     for message in messages():
         rows.setdefault(section(message.where), []).append(_row(message))
@@ -200,9 +213,9 @@ def page() -> str:
     parts = [HEAD]
     for heading, target in order:
         if (heading, target) in rows:
-            table = "\n".join(rows[heading, target])
+            table = "\n".join(sorted(rows[heading, target], key=str.lower))
             parts.append(
-                f"## {heading}\n\nExplained in [{target}]({target}).\n\n"
+                f"## {heading}\n\nExplained in [{Path(target).name}]({target}).\n\n"
                 f"| message | error |\n| --- | --- |\n{table}\n"
             )
     return "\n".join(parts)
@@ -215,4 +228,4 @@ def _row(message: Message) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    print(page(), end="")

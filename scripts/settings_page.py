@@ -1,4 +1,4 @@
-"""docs/settings.md, made from `foreprop.config`: run this after changing a setting.
+"""Write docs/settings.md from `foreprop.config`: run this after changing a setting.
 
 python scripts/settings_page.py
 
@@ -8,12 +8,13 @@ A test compares the page with `page()`.
 from __future__ import annotations
 
 import typing
-from dataclasses import Field, fields
+from dataclasses import Field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from foreprop.cli.config import value_text
 from foreprop.config import PRESETS, Config
+from foreprop.config.settings import TIERS, settings_in
+from foreprop.tools.cli.config import value_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
@@ -41,20 +42,16 @@ A setting is an argument of `parallelize`, or a variable of the environment:
 
 The variable is `FOREPROP_` and the setting's name in capitals; `none` stands for "not set". An
 argument beats the environment, which beats the preset, which beats the default. `foreprop config`
-prints the values that differ from the defaults, `foreprop config --all` every one and where it
-came from.
+prints those of the first table and what differs from the defaults, `foreprop config --all` every
+one and where it came from. Units are in the names: `_elems`, `_bytes`, `_bits_per_s`, `_s`.
+"""
 
+PRESETS_HEAD = """\
 ## Presets
 
 A preset sets some settings at once. Each is named after the system whose protocol it reproduces.
 All presets give the same bits; they differ in what is sent when. [What `p3` adds to P3 as
-published](presets.md).
-"""
-
-SETTINGS = """\
-## All settings
-
-Units are in the names: `_elems`, `_bytes`, `_bits_per_s`, `_s`.
+published](../lab/docs/presets.md).
 """
 
 
@@ -65,23 +62,20 @@ def page() -> str:
         for name, knobs in PRESETS.items()
     ]
     hints = typing.get_type_hints(Config)
-    settings = [
-        [
-            f"`{spec.name}`",
-            value_text(spec.name, spec.default),
-            allowed(spec, hints[spec.name]),
-            spec.metadata["help"],
+    parts = [HEAD]
+    for tier, heading in TIERS.items():
+        rows = [
+            [
+                f"`{spec.name}`",
+                value_text(spec.name, spec.default),
+                allowed(spec, hints[spec.name]),
+                spec.metadata["help"],
+            ]
+            for spec in settings_in(tier, Config)
         ]
-        for spec in fields(Config)
-    ]
-    return "\n".join(
-        [
-            HEAD,
-            table(["preset", *KNOBS, "reproduces"], presets),
-            SETTINGS,
-            table(["setting", "default", "values", "meaning"], settings),
-        ]
-    )
+        parts += [f"## {heading}\n", table(["setting", "default", "values", "meaning"], rows)]
+    parts += [PRESETS_HEAD, table(["preset", *KNOBS, "reproduces"], presets)]
+    return "\n".join(parts)
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
@@ -94,7 +88,7 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def allowed(spec: Field[Any], hint: Any) -> str:
-    """What a setting may be, but for "not set"."""
+    """The values that a setting can have, without "not set"."""
     least = spec.metadata["minimum"]
     bound = f" >= {least:g}" if least is not None else ""
     texts = {int: f"whole number{bound}", float: f"number{bound}", str: "text", bool: "True, False"}

@@ -2,10 +2,11 @@
 
 python scripts/trainer_versions.py                       the older ones of docs/trainers.md
 python scripts/trainer_versions.py lightning==2.5.6      these, in one environment
-python scripts/trainer_versions.py --only clip lightning==2.5.6     as pytest's -k
+python scripts/trainer_versions.py --only clip lightning==2.5.6     with pytest's -k
 
-Each gets an environment in runs/versions that has everything else of this one's, so that torch is
-not fetched again. Packages come without what they depend on: name what else has to be older.
+Each gets an environment in runs/versions that shares all other packages with this one, so that
+torch is not downloaded again. Packages are installed without their dependencies: name each one that
+has to be older, too.
 """
 
 from __future__ import annotations
@@ -31,12 +32,18 @@ OLDER = (
         )
     ),
 )
-LIGHTNING = ("tests/unit/test_lightning.py", "tests/process/test_lightning.py")
-HUGGINGFACE = ("tests/unit/test_huggingface_ways_in.py", "tests/process/test_huggingface.py")
+LIGHTNING = ("tests/unit/integrations/test_lightning.py", "tests/process/test_lightning.py")
+HUGGINGFACE = (
+    "tests/unit/integrations/test_huggingface_ways_in.py",
+    "tests/process/test_huggingface.py",
+)
 
 
 def make_environment(packages: Sequence[str], folder: Path) -> Path:
-    """Its python. Raises `Unavailable`, as pip says."""
+    """Install the packages into a new environment; return its python.
+
+    Raises `Unavailable` with pip's reason.
+    """
     venv.create(folder, with_pip=False, symlinks=True, clear=True)
     python = folder / "bin" / "python"
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -58,7 +65,7 @@ def tests_of(packages: Sequence[str]) -> tuple[str, ...]:
 
 
 def try_packages(packages: Sequence[str], only: str) -> tuple[bool, str]:
-    """Whether all passed, and what is said of it."""
+    """Whether all tests passed, and a line about them."""
     folder = RUNS / "-".join(packages[0].split("=="))
     try:
         python = make_environment(packages, folder)
@@ -68,19 +75,19 @@ def try_packages(packages: Sequence[str], only: str) -> tuple[bool, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if all passed."""
-    options = argparse.ArgumentParser(
+    """Return 0 if all tests passed."""
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("packages", nargs="*", help="name==version; default: the older ones")
-    options.add_argument("--only", default="", help="tests by name, as pytest's -k")
-    asked = options.parse_args(arguments)
+    parser.add_argument("packages", nargs="*", help="name==version; default: the older ones")
+    parser.add_argument("--only", default="", help="tests by name, as pytest's -k")
+    options = parser.parse_args(arguments)
     outcomes = {
-        " ".join(packages): try_packages(packages, asked.only)
-        for packages in ([asked.packages] if asked.packages else OLDER)
+        " ".join(packages): try_packages(packages, options.only)
+        for packages in ([options.packages] if options.packages else OLDER)
     }
-    for packages, (passed, said) in outcomes.items():
-        print(f"{packages}: {'passed' if passed else 'FAILED'}: {said}")
+    for packages, (passed, message) in outcomes.items():
+        print(f"{packages}: {'passed' if passed else 'FAILED'}: {message}")
     return 0 if all(passed for passed, _ in outcomes.values()) else 1
 
 

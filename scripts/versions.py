@@ -3,9 +3,9 @@
 python scripts/versions.py                       every Python that is found, torch as it is pinned
 python scripts/versions.py --python 3.13 --torch 2.14.1 --torch 2.13.0
 
-Each pair gets an environment of its own in runs/versions, by pip, with its settings. On Linux the
-plain package index serves torch with CUDA (gigabytes): for the CPU build set TORCH_INDEX, as for
-make. What cannot be had is left out, and the reason is said.
+pip installs an environment for each pair in runs/versions, with its settings. On Linux the plain
+package index serves torch with CUDA (gigabytes): for the CPU build set TORCH_INDEX, as for make. A
+pair that is unavailable is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -23,49 +23,52 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "runs" / "versions"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14", "3.14t")
 UNIT = [
-    *"tests/unit --ignore tests/unit/test_lightning.py".split(),
-    *"--ignore tests/unit/test_huggingface_ways_in.py".split(),
+    *"tests/unit --ignore tests/unit/integrations/test_lightning.py".split(),
+    *"--ignore tests/unit/integrations/test_huggingface_ways_in.py".split(),
     *("-m", "not long and not process and not lab and not network"),
 ]
-"""What scripts/check runs."""
+"""The unit tests that scripts/check runs."""
 PROCESSES = [
     *"tests/process/test_torchrun.py tests/process/test_examples.py".split(),
     *"tests/conformance/test_same_bits.py tests/conformance/test_compile.py".split(),
     *("tests/faults/test_lost_peers.py", "-m", "not long"),
 ]
-"""Several processes, servers, the same bits, compiled code, and what is lost."""
+"""Tests of several processes, servers, equal bits, compiled code, and lost peers."""
 _PIP_LIMIT_S, _TESTS_LIMIT_S = 1800, 3600
 
 
 class Unavailable(Exception):
-    """What cannot be had here, and why."""
+    """Something is not available on this machine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one pair: what was asked for and found, and what pytest said last, or why not."""
+    """The outcome of one pair; ``message`` is pytest's last line, or why it did not run."""
 
     python: str
     torch: str
-    said: str
+    message: str
     passed: bool | None = None
-    """None: not run."""
+    """Whether the tests passed; None if they were not run."""
 
 
-def find_interpreter(asked: str) -> str:
-    """A path, or a version such as 3.13: on PATH, or one of pyenv's. Raises `Unavailable`."""
-    if os.sep in asked:
-        if not os.access(asked, os.X_OK):
-            raise Unavailable(f"{asked} is no program")
-        return asked
-    if found := shutil.which(f"python{asked}"):
+def find_interpreter(wanted: str) -> str:
+    """The interpreter of a path, or of a version such as 3.13, on PATH or among pyenv's.
+
+    Raises `Unavailable`.
+    """
+    if os.sep in wanted:
+        if not os.access(wanted, os.X_OK):
+            raise Unavailable(f"{wanted} is no program")
+        return wanted
+    if found := shutil.which(f"python{wanted}"):
         return found
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    number, threads = asked.removesuffix("t"), "t" if asked.endswith("t") else ""
+    number, threads = wanted.removesuffix("t"), "t" if wanted.endswith("t") else ""
     of_pyenv = sorted(root.glob(f"{number}.*{threads}/bin/python"), key=_patch)
     of_pyenv = [path for path in of_pyenv if path.parts[-3].endswith("t") == bool(threads)]
     if not of_pyenv:
-        raise Unavailable(f"no python{asked} on PATH, and none in {root}")
+        raise Unavailable(f"no python{wanted} on PATH, and none in {root}")
     return str(of_pyenv[-1])
 
 
@@ -75,7 +78,10 @@ def _patch(interpreter: Path) -> list[int]:
 
 
 def make_environment(interpreter: str, folder: Path, torch: str) -> Path:
-    """Its python; one that has all already is left as it is. Raises `Unavailable`, as pip says."""
+    """Install into the folder what is missing there; return its python.
+
+    Raises `Unavailable` with pip's reason.
+    """
     python = folder / "bin" / "python"
     if not python.exists():
         _call([interpreter, "-m", "venv", str(folder)])
@@ -86,7 +92,7 @@ def make_environment(interpreter: str, folder: Path, torch: str) -> Path:
     pins.write_text("".join(line for line in lines if not line.startswith("torch==")))
     index = os.environ.get("TORCH_INDEX")
     extra = ["--extra-index-url", index] if index else []
-    wanted = ["-c", str(pins), f"torch=={torch}", "-e", f"{ROOT}[dev]"]
+    wanted = ["-c", str(pins), f"torch=={torch}", "-e", f"{ROOT}[dev]", "-e", f"{ROOT}/lab"]
     _call([str(python), "-m", "pip", "install", "-q", *extra, *wanted])
     return python
 
@@ -101,22 +107,22 @@ def _call(command: Sequence[str]) -> None:
 
 
 def versions_of(python: Path) -> tuple[str, str]:
-    """Python's and torch's; no torch where it, or foreprop, cannot be imported."""
-    ask = "import platform, torch, foreprop; print(platform.python_version(), torch.__version__)"
-    said = subprocess.run(
-        [str(python), "-c", ask], stdout=subprocess.PIPE, text=True, check=False
+    """The versions of Python and torch; both are empty if torch or foreprop cannot be imported."""
+    code = "import platform, torch, foreprop; print(platform.python_version(), torch.__version__)"
+    printed = subprocess.run(
+        [str(python), "-c", code], stdout=subprocess.PIPE, text=True, check=False
     ).stdout.split()
-    return (said[0], said[1]) if len(said) == 2 else ("", "")
+    return (printed[0], printed[1]) if len(printed) == 2 else ("", "")
 
 
-def reason_of(said: str) -> str:
+def reason_of(output: str) -> str:
     """pip's last error, which names what it could not find."""
-    errors = [line.removeprefix("ERROR: ") for line in said.splitlines() if "ERROR: " in line]
-    return errors[-1] if errors else said.strip().rpartition("\n")[2]
+    errors = [line.removeprefix("ERROR: ") for line in output.splitlines() if "ERROR: " in line]
+    return errors[-1] if errors else output.strip().rpartition("\n")[2]
 
 
 def run_tests(python: Path, tests: Sequence[str]) -> tuple[bool, str]:
-    """Whether all passed, and pytest's last line."""
+    """Whether all tests passed, and pytest's last line."""
     ran = subprocess.run(
         [str(python), "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,
@@ -129,24 +135,24 @@ def run_tests(python: Path, tests: Sequence[str]) -> tuple[bool, str]:
     return ran.returncode == 0, ran.stdout.strip().rpartition("\n")[2].strip("= ")
 
 
-def try_pair(asked: str, torch: str) -> Outcome:
-    folder = RUNS / f"{asked.strip('/').replace('/', '-')}-torch-{torch}"
+def try_pair(wanted: str, torch: str) -> Outcome:
+    folder = RUNS / f"{wanted.strip('/').replace('/', '-')}-torch-{torch}"
     try:
-        python = make_environment(find_interpreter(asked), folder, torch)
+        python = make_environment(find_interpreter(wanted), folder, torch)
     except Unavailable as missing:
-        return Outcome(asked, torch, str(missing))
+        return Outcome(wanted, torch, str(missing))
     own, torch_version = versions_of(python)
     if not torch_version:
-        return Outcome(asked, torch, "torch or foreprop cannot be imported", passed=False)
+        return Outcome(wanted, torch, "torch or foreprop cannot be imported", passed=False)
     results = [run_tests(python, tests) for tests in (UNIT, PROCESSES)]
-    said = "; ".join(words for _, words in results)
-    return Outcome(own, torch_version, said, passed=all(passed for passed, _ in results))
+    message = "; ".join(line for _, line in results)
+    return Outcome(own, torch_version, message, passed=all(passed for passed, _ in results))
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown, as docs/versions.md has it."""
+    """The Markdown table that docs/versions.md has."""
     words = {True: "passed", False: "FAILED", None: "not run"}
-    rows = [f"| {o.python} | {o.torch} | {words[o.passed]}: {o.said} |" for o in outcomes]
+    rows = [f"| {o.python} | {o.torch} | {words[o.passed]}: {o.message} |" for o in outcomes]
     return "\n".join(["| Python | torch | result |", "|---|---|---|", *rows])
 
 
@@ -156,17 +162,17 @@ def pinned_torch() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if what was run passed, and something was."""
-    options = argparse.ArgumentParser(
+    """Return 0 if some tests were run and all of them passed."""
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--python", action="append", help="a version, or a path; repeat it")
-    options.add_argument("--torch", action="append", help="a version, as 2.13.0; repeat it")
-    asked = options.parse_args(arguments)
+    parser.add_argument("--python", action="append", help="a version, or a path; repeat it")
+    parser.add_argument("--torch", action="append", help="a version, as 2.13.0; repeat it")
+    options = parser.parse_args(arguments)
     outcomes = [
         try_pair(python, torch)
-        for torch in asked.torch or [pinned_torch()]
-        for python in asked.python or PYTHONS
+        for torch in options.torch or [pinned_torch()]
+        for python in options.python or PYTHONS
     ]
     print(table(outcomes))
     ran = [outcome.passed for outcome in outcomes if outcome.passed is not None]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 
 T = TypeVar("T")
 

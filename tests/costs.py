@@ -4,7 +4,8 @@
 
 `pytest --costs FILE` appends one line of JSON to FILE for each case, and one for each of pytest's
 own processes, which has what imports and collecting took. `python -m tests.costs FILE` makes the
-record of it, with one row for all cases of a test in a tier, and docs/notebook/dearest-tests.md.
+record of it, with one row for all cases of a test in a tier; and the page
+lab/docs/notebook/dearest-tests.md.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import pytest
 from tests.tiers import tier_of
 
 RECORD = Path(__file__).with_name("costs.csv")
-PAGE = Path(__file__).parents[1] / "docs" / "notebook" / "dearest-tests.md"
+PAGE = Path(__file__).parents[1] / "lab" / "docs" / "notebook" / "dearest-tests.md"
 OVERHEAD = "(imports and collecting)"
 DEAREST = 40
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")

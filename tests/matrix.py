@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.config.combinations import FEATURES
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError
 from tests.cluster import run_cluster
 from tests.conformance.counting_runs import Died, dedicated, die
@@ -63,14 +63,14 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "aggregation": {"local_aggregation": "on"},
     "link rate": {"link_rate_bits_per_s": 1e9},
     "late nodes": {"late_nodes": "1"},
+    "async": {"staleness": "async"},
     "in step": {"staleness": 0},
     "delay compensation": {"staleness": 2, "delay_compensation": 0.5},
     "fixed": {"elastic": False},
-    "max workers": {"elastic": True, "max_workers": 5},
+    "max workers": {"elastic": True, "dedicated_servers": 2, "max_workers": 5},
     "replay": {"counted_replay": "."},
-    "counted by servers": {"elastic": True, "dedicated_servers": 2, "update": "servers"},
     "elastic beside": {"elastic": True},
-    "join": {"join": "10.0.0.1:29600"},
+    "join": {"elastic": True, "dedicated_servers": 2, "join": "10.0.0.1:29600"},
     "clip value": {"clip_grad_value": 1.0},
     "codecs": {"compression": "lossless"},
     "lossy codecs": {"compression": "int4"},
@@ -155,6 +155,8 @@ def together(*names: str) -> dict[str, Any] | None:
         if settings.keys() & MATRIX[name].keys():
             return None
         settings.update(MATRIX[name])
+    if {"workers", "rows"} <= set(names) and {"clip norm", "ema"} & set(names):
+        return None  # which `parallelize` finds
     for group, more in _BY_PATTERNS.items():
         settings.update(more if group <= set(names) else {})
     known = {"secret_file": "."} if "encryption" in settings else {}

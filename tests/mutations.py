@@ -34,10 +34,10 @@ from tests.costs import read_record
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path("src", "foreprop")
-FOLDERS = "core path gradients session link compression".split()
+FOLDERS = "core engine params session backends features/compression".split()
 TESTS = "tests/unit tests/conformance tests/faults".split()
 """In the order in which they are likely to notice."""
-CHANGED = ["src", "tests", "pyproject.toml"]
+CHANGED = ["src", "tests", "lab", "pyproject.toml"]
 """What a copy has of its own; links lead to the rest."""
 LIMIT_S = 900
 """For all tests of a change; `TEST_LIMIT_S` ends a single one that hangs."""
@@ -251,7 +251,7 @@ class Runner(NamedTuple):
         os.chdir(tree)
         source = str(tree / "src")
         sys.path.insert(0, source)
-        os.environ["PYTHONPATH"] = source
+        os.environ["PYTHONPATH"] = os.pathsep.join([source, str(tree / "lab" / "src")])
         import foreprop
 
         assert str(foreprop.__file__).startswith(source)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from foreprop.compression import codecs
-from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
+from foreprop.engine.optimizer import ELEMENTWISE_OPTIMIZERS
+from foreprop.features.compression import codecs
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 NAME = "my_codecs"
@@ -23,7 +23,7 @@ NAME = "my_codecs"
 @contextlib.contextmanager
 def forgotten() -> Iterator[None]:
     """What is registered meanwhile is gone afterwards."""
-    registries: tuple[dict[str, Any], ...] = (codecs._CODECS, ELEMENTWISE_OPTIMIZERS)
+    registries: tuple[dict[str, Any], ...] = (codecs._registered, ELEMENTWISE_OPTIMIZERS)
     before = [dict(registry) for registry in registries]
     try:
         yield

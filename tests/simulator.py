@@ -34,12 +34,11 @@ from foreprop.core.frames import (
     PushArrived,
     ReplyArrived,
     SendFrame,
-    SendNormPart,
     ValueArrived,
     ValuesAwaited,
     ValuesOffered,
 )
-from foreprop.core.norm import ZERO, SquareSum
+from foreprop.core.norm import ZERO, SendNormPart, SquareSum
 from foreprop.core.pushwindow import PushWindow
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, Turns
 from foreprop.core.server_machine import ServerMachine

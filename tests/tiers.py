@@ -19,4 +19,4 @@ def tier_of(item: pytest.Item) -> str:
     for marker, tier in [("alone", "alone"), ("long", "all")]:
         if item.get_closest_marker(marker):
             return tier
-    return "lab" if item.nodeid.startswith("tests/lab/") else "default"
+    return "lab" if item.nodeid.startswith("lab/tests/") else "default"

@@ -24,13 +24,14 @@ from foreprop.errors import (
 from foreprop.version import __version__
 
 if TYPE_CHECKING:
-    from foreprop.auto.profiler import profile
-    from foreprop.compression.codecs import register_codec
     from foreprop.conformance import check_codec, check_optimizer
-    from foreprop.data.shard import shard
-    from foreprop.path.ownoptimizers import register_optimizer
+    from foreprop.engine.optimizer import register_optimizer
+    from foreprop.features.compression.codecs import register_codec
+    from foreprop.plan.profiler import profile
+    from foreprop.session.composition import parallelize
     from foreprop.session.saving import checkpoint
-    from foreprop.session.session import Session, parallelize
+    from foreprop.session.session import Session
+    from foreprop.session.shard import shard
 
 __all__ = [
     "PRESETS",
@@ -62,17 +63,17 @@ _LOADED_WHEN_USED = {
     "check_codec": "conformance",
     "check_optimizer": "conformance",
     "checkpoint": "session.saving",
-    "parallelize": "session.session",
-    "profile": "auto.profiler",
-    "register_codec": "compression.codecs",
-    "register_optimizer": "path.ownoptimizers",
+    "parallelize": "session.composition",
+    "profile": "plan.profiler",
+    "register_codec": "features.compression.codecs",
+    "register_optimizer": "engine.optimizer",
     "Session": "session.session",
-    "shard": "data.shard",
+    "shard": "session.shard",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Load the training side at its first use: a server has none, and starts in half the time."""
+    # the training side is loaded at its first use: a server has none, and starts in half the time
     if name not in _LOADED_WHEN_USED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"foreprop.{_LOADED_WHEN_USED[name]}"), name)
@@ -81,5 +82,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What users call; not the submodules that happen to be loaded."""
-    return [*__all__]
+    return [*__all__]  # without the submodules that happen to be loaded

@@ -1,6 +1,6 @@
-"""``python -m foreprop``, which is how torchrun starts a command of foreprop's."""
+"""``python -m foreprop``: torchrun starts foreprop's commands so."""
 
-from foreprop.cli.main import main
+from foreprop.tools.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -1,10 +1,10 @@
-"""What a codec or an optimizer of one's own must hold to: call it in a test of that class.
+"""The checks of a codec or an optimizer of your own, to be called in a test of that class.
 
     def test_my_codec():
         foreprop.check_codec(Halves)
 
-or ``python -m foreprop.conformance my_module:Halves``. An `AssertionError` says what is wrong, with
-the data that shows it. See docs/extending.md.
+``python -m foreprop.conformance my_module:Halves`` does the same. An `AssertionError` says what is
+wrong, with the data that shows it. See docs/extending.md.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from foreprop.compression.codecs import make, register_codec
 from foreprop.core.codec import Place
+from foreprop.engine.optimizer import hyperparameters, register_optimizer
+from foreprop.engine.slicetensors import PartOptimizer, one_by_one
+from foreprop.engine.tensors import decode_state, encode_state, state_limit_bytes
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.optimizer import hyperparameters
-from foreprop.path.ownoptimizers import register_optimizer
-from foreprop.path.partoptimizer import PartOptimizer, one_by_one
-from foreprop.path.tensors import decode_state, encode_state, state_limit_bytes
-
-if TYPE_CHECKING:
-    from foreprop.compression.registered import OwnCodec
+from foreprop.features.compression.codecs import (
+    make,
+    make_for_replies,
+    register_codec,
+    traits_of,
+)
+from foreprop.features.compression.registered import OwnCodec
 
 _ELEMS = (1, 2, 7, 128, 1_000, 50_003)
-_ROUNDS, _REST = 400, 0.5
-"""So often a difference is sent, of which then so much may be left."""
+_ROUNDS, _REST = 400, 0.5  # how often a difference is sent, and how much of it may then be left
 _PLACE = Place(step=1, slice=0, rank=0)
 _STEPS, _PART = 6, 5
 
 
 def check_codec(codec: type[OwnCodec], parameter: str | None = None) -> None:
-    """Raise `AssertionError` for a class that is no codec; ``parameter``: what follows a colon."""
+    """Raise `AssertionError` for a class that is no codec; a ``parameter`` follows a colon."""
     register_codec(codec)
     name = codec.name if parameter is None else f"{codec.name}:{parameter}"
     for elems in _ELEMS:
@@ -81,26 +82,29 @@ def _check_one(name: str, what: str, values: torch.Tensor) -> None:
 
 
 def _check_differences_end(name: str) -> None:
-    """Servers send differences to what workers have, until nothing is left."""
-    codec = make(name)
+    # as servers do, which send differences to what workers have until nothing is left
+    codec, answer = make(name), make_for_replies(name, pushes=1)
     for elems in _ELEMS[:-1]:
         wanted = torch.randn(elems, generator=torch.Generator().manual_seed(1))
         image, sent = torch.zeros(elems), torch.zeros(elems)
         for _ in range(_ROUNDS):
-            codec.decode(
-                memoryview(bytearray(codec.encode(wanted - image, {}, _PLACE))), sent, _PLACE
-            )
+            data = bytearray(answer.encode(wanted - image, {}, _PLACE))
+            answer.decode(memoryview(data), sent, _PLACE)
             image += sent
         left = float((wanted - image).norm() / wanted.norm())
         _hold(left <= _REST, f"{elems} elements: {left:.2g} of a difference is left in the end")
+    if traits_of(name).votes:  # it sends nothing but signs
+        return
     state = {key: array.clone() for key, array in codec.new_state(1_000).items()}
     gradient = torch.randn(1_000, generator=torch.Generator().manual_seed(2))
     total, out = torch.zeros(1_000), torch.zeros(1_000)
-    for _ in range(_ROUNDS):
-        codec.decode(memoryview(bytearray(codec.encode(gradient, state, _PLACE))), out, _PLACE)
+    for step in range(_ROUNDS):
+        place = _PLACE._replace(step=step)  # a random codec draws anew
+        codec.decode(memoryview(bytearray(codec.encode(gradient, state, place))), out, place)
         total += out
     off = float((total / _ROUNDS - gradient).norm() / gradient.norm())
-    _hold(off <= _REST, f"with error feedback a gradient is off by {off:.2g} on average")
+    kept = "with error feedback" if state else "without error feedback"
+    _hold(off <= _REST, f"{kept} a gradient is off by {off:.2g} on average")
 
 
 def _check_threads(name: str) -> None:
@@ -117,7 +121,7 @@ def _check_threads(name: str) -> None:
 
 
 def _check_others_bytes(name: str) -> None:
-    """What a peer may send is an error, or numbers: nothing else."""
+    # whatever a peer sends is a RemoteProtocolError, or numbers
     codec, out = make(name), torch.zeros(100)
     data = bytes(codec.encode(torch.ones(100), {}, _PLACE))
     for wrong in (b"", data[:1], data[:-2] + data[-1:], b"x" + data, b"\xff" * len(data)):
@@ -130,7 +134,7 @@ def _check_others_bytes(name: str) -> None:
 
 # Optimizers.
 def check_optimizer(cls: type[torch.optim.Optimizer], **options: Any) -> None:
-    """Raise `AssertionError` for a class that servers cannot apply; ``options``: as for a user.
+    """Raise `AssertionError` for a class that servers cannot apply; it is made with ``options``.
 
     Each element must be updated from itself alone, with numbers that the constructor names.
     """
@@ -150,7 +154,7 @@ def check_optimizer(cls: type[torch.optim.Optimizer], **options: Any) -> None:
             whole.step()
             for number, part in enumerate(served):
                 if step == _STEPS // 2:
-                    part = served[number] = part.moved(group)
+                    part = served[number] = part.restored()
                 part.update(gradient.flatten()[number * _PART :][:_PART], group)
             found = torch.cat([part.parameter.detach() for part in served]).view(shape)
             what = f"{cls.__name__}, shape {shape}, step {step + 1}: in parts of {_PART} elements"
@@ -171,8 +175,8 @@ class _Served:
         self.parameter.grad = gradient.clone()
         self._optimizer.update(self._cls.step, group, "it")
 
-    def moved(self, group: dict[str, Any]) -> _Served:
-        """As after a checkpoint: what it keeps has crossed the wire."""
+    def restored(self) -> _Served:
+        """The part after a checkpoint, for which its state has crossed the wire."""
         there = _Served(self._cls, self.parameter.detach())
         kept: Mapping[str, Any] = self._optimizer.state
         elems = self.parameter.numel()

@@ -1,4 +1,7 @@
-"""Files that are whole, also after a power cut, and in folders that others write to, too."""
+"""Files that are whole, after a power cut and in folders that others write to. All raise `OSError`.
+
+Others may put a link or a pipe where a file is expected: it is not followed, and not waited for.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import BinaryIO, Literal
 def write_file(
     path: Path, write: Callable[[BinaryIO], object], mode: Literal["wb", "xb"] = "wb"
 ) -> None:
-    """It is on the disk afterwards, but for its name (`sync_folder`). Raises `OSError`."""
+    """Write a file that is on the disk afterwards; its name is when `sync_folder` was called."""
     with open(path, mode) as file:
         write(file)
         file.flush()
@@ -20,11 +23,7 @@ def write_file(
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """At every moment the old contents or the new ones are there. Raises `OSError`.
-
-    Others may write into the folder: what they have put in the place of the new file is not
-    followed, be it a link, and not waited for, be it a pipe.
-    """
+    """Write a file so that at any time the old contents are there, or the new ones."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)
     with open(partial, "xb") as file:
@@ -33,9 +32,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """What an ordinary file has. Raises `OSError` for anything else, a pipe say, and ValueError for
-    more than so many bytes.
-    """
+    """The contents of an ordinary file; raises ValueError for more than ``most_bytes``."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -47,7 +44,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 
 def sync_folder(path: Path) -> None:
-    """The names in it are on the disk afterwards."""
+    """Put the names of a folder's files on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

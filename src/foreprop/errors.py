@@ -9,7 +9,7 @@ import msgspec
 
 
 class ForepropError(Exception):
-    """Base of everything that foreprop raises on purpose."""
+    """The base of everything that foreprop raises on purpose."""
 
 
 class ConfigError(ForepropError, ValueError):
@@ -57,7 +57,7 @@ class InternalError(ForepropError):
     """An invariant does not hold; carries the last events (the machine's story)."""
 
 
-# As it travels.
+# Errors as they travel between processes.
 _KINDS: dict[str, type[ForepropError]] = {
     kind.__name__: kind
     for kind in (
@@ -104,9 +104,9 @@ def decode_failure(data: bytes | memoryview) -> Failure:
 
 
 def failure_of(error: BaseException, *, by: str = "") -> Failure:
-    """What to tell the others about an error of ours; ``by`` names this process in it.
+    """What to tell other processes about an error; ``by`` names this process.
 
-    An error that is not foreprop's own ends this process, so to the others it is a peer lost.
+    An error that is not foreprop's own ends this process, so for others it is a `PeerLost`.
     """
     kind = type(error).__name__
     peer, step = (error.peer, error.step) if isinstance(error, PeerLost) else ("", -1)
@@ -120,26 +120,25 @@ def failure_of(error: BaseException, *, by: str = "") -> Failure:
         kind = "TransportError" if isinstance(error, OSError) else "InternalError"
     return Failure(
         kind=kind,
-        message=_printable(text[:_MESSAGE_LIMIT]),
+        # lone surrogates (of file names that are not UTF-8) cannot be sent
+        message=text[:_MESSAGE_LIMIT].encode(errors="backslashreplace").decode(),
         peer=peer,
         step=step,
     )
 
 
+# What to type for foreprop-lab, or an extra, with all its packages: no package index has foreprop.
+INSTALL_LAB = "pip install ./lab in a clone of foreprop"
+
+
 def how_to_install(extra: str) -> str:
-    """What to type for the packages of an extra; foreprop is in no package index yet."""
     return f"pip install '.[{extra}]' in a clone of foreprop"
 
 
 def own_error(error: BaseException, rank: int) -> ForepropError:
-    """For this rank's later calls: an error of its own, which has ended the session."""
+    """The error that later calls of this rank raise, after ``error`` has ended the session."""
     if isinstance(error, ForepropError):
         return error
     wrapped = failure_of(error, by=f"rank {rank}").as_error()
     wrapped.__cause__ = error
     return wrapped
-
-
-def _printable(text: str) -> str:
-    """Without lone surrogates (of file names that are not UTF-8), which cannot be sent."""
-    return text.encode(errors="backslashreplace").decode()

@@ -1,10 +1,15 @@
-"""Rates, times and ranges as people write them: 10Gbit, 50us, 0..8."""
+"""Rates, times and ranges as people write them in options, 10Gbit, 50us or 0..8, and read them.
+
+What cannot be read raises a `ConfigError`, which begins with the option's ``name``.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, field
+from typing import Any
 
 from foreprop.errors import ConfigError
 
@@ -20,32 +25,31 @@ _NUMBER_AND_UNIT = re.compile(r"(\d+\.?\d*|\.\d+)\s*([a-zµ/]*)", re.ASCII)
 _MOST_VALUES = 64
 
 Parse = Callable[[str, str], float]
-"""Of a field's name, for the error, and a text."""
+"""Takes an option's name, for the error, and a text."""
 
 
 def parse_rate(name: str, text: str) -> float:
-    """Bit/s, of ``10Gbit``, ``800 Mbit/s``, ``10Gbps`` or ``10G``; raises `ConfigError`.
+    """The bit/s in ``10Gbit``, ``800 Mbit/s``, ``10Gbps`` or ``10G``, whose G is 1000 M as in `tc`.
 
-    1000 to a step, as in `tc`. ``10GB/s`` is none: B is for bytes.
+    ``10GB/s`` is no rate: B is for bytes.
     """
     plain = "bytes" if _BYTES.search(text) else text.casefold()
     return _parse(name, text, plain, _RATES, "10Gbit or 800Mbit")
 
 
 def parse_time(name: str, text: str) -> float:
-    """Seconds, of ``50us``, ``180ms``, ``1.5s``; raises `ConfigError`."""
+    """The seconds in ``50us``, ``180ms`` or ``1.5s``."""
     return _parse(name, text, text.casefold(), _TIMES, "50us, 180ms or 1.5s")
 
 
 def parse_count(name: str, text: str) -> int:
-    """Of ``8``; raises `ConfigError`."""
     if not re.fullmatch(r"\d+", text.strip(), re.ASCII):
         raise ConfigError(f"{name} is {text!r}; it must be a whole number, as 8")
     return int(text)
 
 
 def _parse(name: str, text: str, plain: str, factors: Mapping[str, float], examples: str) -> float:
-    # casefold() makes Greek mu of the micro sign: both are written
+    # people write the micro sign or the Greek letter mu, and casefold() makes mu of both
     found = _NUMBER_AND_UNIT.fullmatch(plain.strip().replace("μ", "µ"))
     if found is None or found[2] not in factors:
         raise ConfigError(f"{name} is {text!r}; it must be a number with its unit, as {examples}")
@@ -53,7 +57,7 @@ def _parse(name: str, text: str, plain: str, factors: Mapping[str, float], examp
 
 
 def parse_counts(name: str, text: str) -> tuple[int, ...]:
-    """Of ``2``, ``0,2,4`` or ``0..8``, which is all from 0 to 8; raises `ConfigError`."""
+    """The numbers in ``2``, ``0,2,4`` or ``0..8``, which are all from 0 to 8."""
     if (ends := maybe_ends(name, text, parse_count)) is None:
         values = [parse_count(name, part) for part in text.split(",")]
     else:
@@ -65,7 +69,7 @@ def parse_counts(name: str, text: str) -> tuple[int, ...]:
 
 
 def maybe_ends(name: str, text: str, parse: Parse) -> tuple[float, float] | None:
-    """Both ends of ``1Gbit..100Gbit``; None if it is no range. Raises `ConfigError`."""
+    """Both ends of ``1Gbit..100Gbit``; None if it is no range."""
     left, dots, right = text.partition("..")
     if not dots:
         return None
@@ -76,7 +80,7 @@ def maybe_ends(name: str, text: str, parse: Parse) -> tuple[float, float] | None
 
 
 def rate_text(bits_per_s: float) -> str:
-    """As ``10 Gbit/s``."""
+    """A rate to three digits, as ``10 Gbit/s``."""
     for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if bits_per_s >= factor:
             return f"{short(bits_per_s / factor)} {unit}bit/s"
@@ -84,7 +88,7 @@ def rate_text(bits_per_s: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """As ``180 ms``, to three digits."""
+    """A time to three digits, as ``180 ms``."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= factor * 0.9995:
             return f"{short(seconds / factor)} {unit}"
@@ -104,8 +108,18 @@ def short(value: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """More of what is larger, and never an exponent."""
+    """A number to three digits, or all digits before its point; never with an exponent."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:.{decimals}f}"
+
+
+def option(
+    text: str, default: Any = MISSING, *, least: float | None = None, most: float | None = None
+) -> Any:
+    """A dataclass's field for an option with this help ``text``, and the bounds of its value."""
+    metadata = {"help": text, "min": least, "max": most}
+    if default is MISSING:
+        return field(metadata=metadata)
+    return field(default=default, metadata=metadata)

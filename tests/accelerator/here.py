@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from foreprop.path.asyncdevice import TorchAccelerator
+from foreprop.engine.asyncdevice import TorchAccelerator
 
 _LONGEST = 4_000_000
 """Clock cycles that a device is kept busy at once: some milliseconds."""

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import solitary_world
+from foreprop.engine.world import solitary_world
 from foreprop.errors import ConfigError
 from tests.accelerator.here import device_or_skip
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from foreprop.doctor.devices import gather_devices
-from foreprop.doctor.selftest import train_on
+import torch
+
+from foreprop.tools.doctor.facts import gather_devices
+from foreprop.tools.doctor.selftest import train_on
 from tests.accelerator.here import device_or_skip
 
 DEVICE = device_or_skip()
@@ -18,7 +20,7 @@ def test_it_passes() -> None:
 
 
 def test_the_doctor_names_the_device() -> None:
-    found = gather_devices(None)
+    found = gather_devices(torch, None)
     print(found)
     assert found.devices_error is None
     assert not found.unseen_devices

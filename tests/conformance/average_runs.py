@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from tests.cluster import run_cluster
 from tests.conformance.aggregation_runs import Values, train
 from tests.conformance.parity import Batch, Build, build_seeded, check_same_bits

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from tests.cluster import run_cluster
 from tests.conformance.parity import Batch, Build, batches_of, build_seeded, small_model
 

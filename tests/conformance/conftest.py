@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foreprop.auto import planning
-from foreprop.auto.linkprobe import Report
+from foreprop.plan import planning
+from foreprop.plan.linkprobe import Report
 
 
 @pytest.fixture

@@ -14,22 +14,35 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from foreprop.cluster.seal import make_seal, open_entry
-from foreprop.cluster.world import World
+import foreprop
+from foreprop.backends.composed import build_server
+from foreprop.backends.dedicated import PublishedSession, dedicated_key
+from foreprop.backends.processes import ServerTask, ThreadServer
 from foreprop.config import Config
+from foreprop.core.codec import Place
 from foreprop.core.membership import CountedReplay
-from foreprop.core.slicing import Slice
-from foreprop.link.stream import listen
-from foreprop.servers.dedicated import PublishedSession, dedicated_key
-from foreprop.servers.main import ThreadServer, build_server
-from foreprop.servers.processes import ServerTask
-from tests.conformance.parity import Batch, Build, build_seeded, snapshot
+from foreprop.core.slicing import Shard, Slice
+from foreprop.engine.secret import Seal, load_key
+from foreprop.engine.stream import listen
+from foreprop.engine.world import World, open_entry
+from foreprop.errors import PeerLost
+from foreprop.features.compression.codecs import make
+from tests.cluster import run_cluster
+from tests.conformance.parity import Batch, Build, batches_of, build_seeded, snapshot, with_sgd
 
 SERVERS = 2
 ELASTIC: dict[str, Any] = {
     "elastic": True,
     "architecture": "ps",
     "dedicated_servers": SERVERS,
+    "slice_elems": 10,
+    "step_timeout_s": 30.0,
+}
+
+
+BACKUPS: dict[str, Any] = {
+    "architecture": "p2p",
+    "backup_workers": 1,
     "slice_elems": 10,
     "step_timeout_s": 30.0,
 }
@@ -49,7 +62,7 @@ def dedicated(world: World, **own: Any) -> Iterator[list[ThreadServer]]:
         yield []
         return
     secret = own.get("secret_file")
-    seal = None if secret is None else make_seal(secret, "raw", "a server")
+    seal = None if secret is None else Seal(load_key(secret), "raw", "a server")
     servers: list[ThreadServer] = []
     ended = threading.Event()
 
@@ -105,8 +118,20 @@ def die(session: Any) -> None:
     raise Died
 
 
-def pieces_of(session: Any) -> list[Slice]:
-    return list(session._training.backends.engines[0].slices)
+Piece = Slice | Shard
+
+
+def pieces_of(session: Any) -> list[Piece]:
+    """What servers count: slices, and shards of tables."""
+    engine = session._training.backends.engines[0]
+    return [*engine.slices, *engine.shards]
+
+
+def part_of(piece: Piece, whole: torch.Tensor, servers: int) -> torch.Tensor:
+    """A view of a parameter's, or a gradient's."""
+    if isinstance(piece, Slice):
+        return whole.view(-1)[piece.start_elems : piece.stop_elems]
+    return whole[piece.server :: servers]
 
 
 def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
@@ -116,7 +141,7 @@ def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) 
     optimizer.step()
 
 
-def counted_in(folder: Path, workers: int, pieces: Sequence[Slice]) -> list[CountedReplay]:
+def counted_in(folder: Path, workers: int, pieces: Sequence[Piece]) -> list[CountedReplay]:
     """By server."""
     found = []
     for index in range(max(piece.server for piece in pieces) + 1):
@@ -129,7 +154,7 @@ def counted_in(folder: Path, workers: int, pieces: Sequence[Slice]) -> list[Coun
 def by_arithmetic(
     build: Build,
     by_rank: Sequence[Sequence[Batch]],
-    pieces: Sequence[Slice],
+    pieces: Sequence[Piece],
     counted: Sequence[CountedReplay],
 ) -> dict[str, torch.Tensor]:
     """One process: each slice's gradients of those who were counted, in rank order, averaged."""
@@ -139,14 +164,19 @@ def by_arithmetic(
 def trained_by_arithmetic(
     build: Build,
     by_rank: Sequence[Sequence[Batch]],
-    pieces: Sequence[Slice],
+    pieces: Sequence[Piece],
     counted: Sequence[CountedReplay],
     *,
     passes: int = 1,
     wire: torch.dtype = torch.float32,
+    codec: str = "none",
     before_step: Callable[[nn.Module], object] = lambda model: None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The model's and the optimizer's state; ``passes``: parts of a batch, which are added up."""
+    """The model's and the optimizer's state; ``passes``: parts of a batch, which are added up.
+
+    ``codec``: of pushes. Each rank keeps what it leaves out of those that count.
+    """
+    pushes = Pushes(codec)
     model, optimizer = build_seeded(build)
     for group in optimizer.param_groups:
         group["foreach"] = False
@@ -157,24 +187,51 @@ def trained_by_arithmetic(
             model.zero_grad()
             for x, y in parts_of(batches[step - 1], passes):
                 F.cross_entropy(model(x), y).backward()
-            own = [p.grad.to(wire).float().reshape(-1) for p in parameters if p.grad is not None]
-            gradients.append(own)
+            own = [p.grad for p in parameters if p.grad is not None]
+            dense = [g.coalesce().to_dense() if g.is_sparse else g for g in own]
+            gradients.append([g.to(wire).float() for g in dense])
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         for piece in pieces:
             ranks = counted[piece.server].at(piece.number, step)
-            part = slice(piece.start_elems, piece.stop_elems)
-            total = gradients[ranks[0]][piece.parameter][part].clone()
-            for rank in ranks[1:]:
-                total += gradients[rank][piece.parameter][part]
+            own = [
+                pushes.decoded(
+                    part_of(piece, its[piece.parameter], len(counted)), piece, rank, step
+                )
+                for rank, its in enumerate(gradients)
+                if rank in ranks
+            ]
+            total = own[0].clone()
+            for gradient in own[1:]:
+                total += gradient
             if len(ranks) > 1:
                 total /= len(ranks)
             grad = parameters[piece.parameter].grad
             assert grad is not None
-            grad.view(-1)[part] = total.to(wire)
+            part_of(piece, grad, len(counted)).copy_(total.to(wire))
         before_step(model)
         optimizer.step()
     return snapshot(model.state_dict()), snapshot(optimizer.state_dict())
+
+
+class Pushes:
+    """Of codes what servers make, with a residual of each rank and slice."""
+
+    def __init__(self, codec: str) -> None:
+        self._codec = None if codec == "none" else make(codec)
+        self.states: dict[tuple[int, int], Any] = {}
+
+    def decoded(self, gradient: torch.Tensor, piece: Slice, rank: int, step: int) -> torch.Tensor:
+        codec = self._codec
+        if codec is None or codec.most_bytes(piece.elems) >= gradient.nbytes:
+            return gradient
+        place = Place(step, piece.number, rank)
+        key = rank, piece.number
+        if key not in self.states:
+            self.states[key] = codec.new_state(piece.elems)
+        out = torch.empty(piece.elems)
+        codec.decode(codec.encode(gradient.contiguous(), self.states[key], place), out, place)
+        return out
 
 
 def parts_of(batch: Batch, passes: int) -> list[Batch]:
@@ -183,3 +240,90 @@ def parts_of(batch: Batch, passes: int) -> list[Batch]:
 
 def wait_for(event: threading.Event) -> None:
     assert event.wait(60), "it has not come"
+
+
+def session_of(world: World, model: Any, optimizer: Any, **settings: Any) -> Any:
+    return foreprop.parallelize(model, optimizer, world=world, **settings)
+
+
+def lose_one(
+    folder: Path,
+    victim: int,
+    step: int,
+    layer: int | None,
+    build: Any = None,
+    by_rank: Any = None,
+    **settings: Any,
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Rank ``victim`` dies in a step's backward pass at a layer, or after the step.
+
+    Returns what each rank has in the end, its stats, and the session's slices.
+    """
+    build = build or with_sgd()
+    by_rank = by_rank or batches_of(3, count=6)
+    pieces: list[Any] = []
+    stats: list[Any] = [None] * 3
+
+    def work(world: World) -> Any:
+        model, optimizer = build_seeded(build, seed=world.rank)
+        try:
+            with dedicated(world, counted_log=str(folder)):
+                with session_of(world, model, optimizer, **{**ELASTIC, **settings}) as session:
+                    pieces[:] = pieces_of(session)
+                    for number, batch in enumerate(by_rank[world.rank], 1):
+                        if world.rank == victim and number == step and layer is not None:
+                            model[layer].weight.register_hook(lambda _: die(session))
+                        make_step(model, optimizer, batch)
+                        if world.rank == victim and number == step and layer is None:
+                            session.flush()
+                            die(session)
+                    found = snapshot(model.state_dict())
+                stats[world.rank] = session.stats()
+                return found
+        except (Died, PeerLost):
+            return None
+
+    found = run_cluster(3, work)
+    assert found[victim] is None, "nobody has died"
+    return found, stats, pieces
+
+
+def late_run(
+    folder: Path,
+    build: Any = None,
+    by_rank: Any = None,
+    *,
+    norms: list[list[float]] | None = None,
+    **settings: Any,
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Of three, rank 2 makes its second step when the others have made four; then all go on.
+
+    ``norms``: of each rank's steps, to be noted.
+    """
+    build = build or with_sgd()
+    by_rank = by_rank or batches_of(3, count=8)
+    ahead = [threading.Event(), threading.Event()]
+    pieces: list[Any] = []
+    stats: list[Any] = [None] * 3
+
+    def work(world: World) -> Any:
+        model, optimizer = build_seeded(build, seed=world.rank)
+        about = {**BACKUPS, "counted_log": str(folder), **settings}
+        with session_of(world, model, optimizer, **about) as session:
+            pieces[:] = pieces_of(session)
+            for number, batch in enumerate(by_rank[world.rank], 1):
+                if world.rank == 2 and number == 2:
+                    for event in ahead:
+                        wait_for(event)
+                make_step(model, optimizer, batch)
+                if norms is not None:
+                    norms[world.rank].append(session.grad_norm)
+                if world.rank < 2 and number == 4:
+                    [parameter.sum() for parameter in model.parameters()]  # it is all there
+                    ahead[world.rank].set()
+            session.flush()
+            found = snapshot(model.state_dict())
+        stats[world.rank] = session.stats()
+        return found
+
+    return run_cluster(3, work), stats, pieces

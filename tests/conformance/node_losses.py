@@ -27,7 +27,7 @@ def cut_off(session: Any) -> None:
     """
     backend = session._training.backends.all[0]
     for handle in backend.connections.handles:
-        handle._server.cancel()
+        handle._server.end()
         handle._thread.join(30)
     for connection in backend.engine.connections:
         connection.stream.close()

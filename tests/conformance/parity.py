@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
 from foreprop.config import Config
+from foreprop.engine.world import World
 from tests.cluster import run_cluster, worlds
 
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from tests.cluster import run_cluster
 from tests.conformance.aggregation_runs import Values, values_of
 from tests.conformance.parity import Batch, Build, build_seeded, check_same_bits, merge

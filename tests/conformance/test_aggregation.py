@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
 from foreprop.config import Config
+from foreprop.engine.world import World
 from foreprop.errors import ForepropError, HandshakeError
 from tests.cluster import run_cluster
 from tests.conformance.aggregation_runs import (

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import ForepropError, TrainingLoopError
-from foreprop.numerics.finite import check_finite, is_finite
+from foreprop.params.finite import check_finite, is_finite
 from tests.cluster import run_cluster
 from tests.conformance.matrices import few
 from tests.tiers import long_cases

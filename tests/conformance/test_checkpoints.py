@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import TrainingLoopError
 from tests.cluster import run_cluster, worlds
 from tests.conformance.matrices import few

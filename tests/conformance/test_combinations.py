@@ -106,8 +106,7 @@ def found_and_settings() -> Iterator[Any]:
 
 def given(found: str) -> dict[str, Any]:
     """A model that has it, and its optimizer, or none."""
-    device = "meta" if found == "remote tables" else "cpu"
-    table = nn.Embedding(6, 4, sparse=found.endswith("tables"), device=device)
+    table = nn.Embedding(6, 4, sparse=found == "tables")
     model = nn.Sequential(table, nn.Linear(4, 2))
     if found == "no optimizer":
         return {"model": model}
@@ -115,7 +114,7 @@ def given(found: str) -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "scaler": scaler}
 
 
-FOUND = {"no optimizer", "scaler", "tables", "remote tables"}
+FOUND = {"no optimizer", "scaler", "tables"}
 
 
 @pytest.mark.parametrize(("found", "settings", "row"), list(found_and_settings()))

@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.compiled import regions
-from foreprop.compiled.operators import running
+from foreprop.features.compiled import regions
+from foreprop.features.compiled.operators import running
 from tests.cluster import worlds
 from tests.conformance.graph_looks import look, looks
 from tests.conformance.parity import Batch, build_seeded, check_same_bits
@@ -176,7 +176,7 @@ class _Landing:
         self.count = 0
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._run = regions.BackwardGraph.__call__
-        monkeypatch.setattr(regions._Backward, "is_done", lambda _, *args: self._is_done(*args))
+        monkeypatch.setattr(regions._BackwardRun, "is_done", lambda _, *args: self._is_done(*args))
         monkeypatch.setattr(regions.BackwardGraph, "__call__", lambda *args: self._call(*args))
 
     def _is_done(self, output: int, gradient: torch.Tensor) -> None:

@@ -18,12 +18,12 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.compiled import tracing
-from foreprop.compiled.operators import running
 from foreprop.config import Config
+from foreprop.engine.worker import WorkerEngine
 from foreprop.errors import ConfigError
-from foreprop.path.worker import WorkerEngine
-from foreprop.session.session import connect
+from foreprop.features.compiled import tracing
+from foreprop.features.compiled.operators import running
+from foreprop.session.composition import connect
 from tests.cluster import worlds
 from tests.conformance.graph_looks import look, looks
 from tests.conformance.parity import Batch, check_same_bits, make_batches

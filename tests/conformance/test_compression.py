@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
 from foreprop.core.frames import Stage
+from foreprop.engine.trace import CodecStage
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError, HandshakeError, TrainingLoopError
-from foreprop.observe.trace import CodecStage
-from foreprop.report.tracefile import read_folder
+from foreprop.tools.report.tracefile import read_folder
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import (
     MODELS,

@@ -11,20 +11,24 @@ import pytest
 import torch
 from torch import nn
 
-import foreprop
-from foreprop.cluster.world import World
 from foreprop.config import Config
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError, ForepropError, PeerLost, TrainingLoopError
+from tests import matrix as exact
 from tests.cluster import run_cluster
 from tests.conformance.counting_runs import (
+    BACKUPS,
     ELASTIC,
     Died,
     by_arithmetic,
     counted_in,
     dedicated,
     die,
+    late_run,
+    lose_one,
     make_step,
-    pieces_of,
+    session_of,
+    trained_by_arithmetic,
     wait_for,
 )
 from tests.conformance.parity import (
@@ -38,26 +42,24 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
-from tests.conformance.sparse_models import Words
 from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
-BACKUPS: dict[str, Any] = {
-    "architecture": "p2p",
-    "backup_workers": 1,
-    "slice_elems": 10,
-    "step_timeout_s": 30.0,
-}
+
+TWO_SERVERS: dict[str, Any] = {"local_size": 3, "servers_per_node": 2}
+"""As many as the dedicated ones of a log, beside the workers."""
+
+
+def replayed(folder: Path, build: Any, by_rank: Any, **settings: Any) -> list[Any]:
+    """What each rank has when the log says who counts."""
+    about: dict[str, Any] = {"architecture": "p2p", "slice_elems": 10, **settings}
+    return run_foreprop(build, train_classifier, by_rank, counted_replay=str(folder), **about)
 
 
 def with_adam() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = small_model()
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
-
-
-def session_of(world: World, model: Any, optimizer: Any, **settings: Any) -> Any:
-    return foreprop.parallelize(model, optimizer, world=world, **settings)
 
 
 # Deaths.
@@ -76,42 +78,6 @@ def test_without_a_death_elastic_changes_no_bit() -> None:
 
     for found in run_cluster(3, work):
         check_same_bits(found, usual[0].model)
-
-
-def lose_one(
-    folder: Path, victim: int, step: int, layer: int | None, build: Any = None, **settings: Any
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Rank ``victim`` dies in a step's backward pass at a layer, or after the step.
-
-    Returns what each rank has in the end, its stats, and the session's slices.
-    """
-    build = build or with_sgd()
-    by_rank = batches_of(3, count=6)
-    pieces: list[Any] = []
-    stats: list[Any] = [None] * 3
-
-    def work(world: World) -> Any:
-        model, optimizer = build_seeded(build, seed=world.rank)
-        try:
-            with dedicated(world, counted_log=str(folder)):
-                with session_of(world, model, optimizer, **ELASTIC, **settings) as session:
-                    pieces[:] = pieces_of(session)
-                    for number, batch in enumerate(by_rank[world.rank], 1):
-                        if world.rank == victim and number == step and layer is not None:
-                            model[layer].weight.register_hook(lambda _: die(session))
-                        make_step(model, optimizer, batch)
-                        if world.rank == victim and number == step and layer is None:
-                            session.flush()
-                            die(session)
-                    found = snapshot(model.state_dict())
-                stats[world.rank] = session.stats()
-                return found
-        except (Died, PeerLost):
-            return None
-
-    found = run_cluster(3, work)
-    assert found[victim] is None, "nobody has died"
-    return found, stats, pieces
 
 
 @pytest.mark.parametrize("victim", [1, *long_cases(0, 2)])
@@ -149,16 +115,7 @@ def test_survivors_have_the_bits_of_who_was_counted(
 def test_a_replay_of_a_death_in_a_session_of_all(tmp_path: Path) -> None:
     """The log is of two dedicated servers, and the replay's are as many, beside the workers."""
     found, _, pieces = lose_one(tmp_path, 2, 3, 2, with_adam)
-    again = run_foreprop(
-        with_adam,
-        train_classifier,
-        batches_of(3, count=6),
-        local_size=3,
-        architecture="p2p",
-        servers_per_node=2,
-        slice_elems=10,
-        counted_replay=str(tmp_path),
-    )
+    again = replayed(tmp_path, with_adam, batches_of(3, count=6), **TWO_SERVERS)
     assert len({piece.server for piece in pieces}) == 2
     for rank in range(3):
         check_same_bits(again[rank].model, found[0])
@@ -293,32 +250,6 @@ def test_the_last_one_is_not_left_behind() -> None:
 
 
 # Backup workers.
-def late_run(folder: Path, **settings: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """Of three, rank 2 makes its second step when the others have made four; then all go on."""
-    by_rank = batches_of(3, count=8)
-    ahead = [threading.Event(), threading.Event()]
-    pieces: list[Any] = []
-    stats: list[Any] = [None] * 3
-
-    def work(world: World) -> Any:
-        model, optimizer = build_seeded(with_sgd(), seed=world.rank)
-        about = {**BACKUPS, "counted_log": str(folder), **settings}
-        with session_of(world, model, optimizer, **about) as session:
-            pieces[:] = pieces_of(session)
-            for number, batch in enumerate(by_rank[world.rank], 1):
-                if world.rank == 2 and number == 2:
-                    for event in ahead:
-                        wait_for(event)
-                make_step(model, optimizer, batch)
-                if world.rank < 2 and number == 4:
-                    [parameter.sum() for parameter in model.parameters()]  # it is all there
-                    ahead[world.rank].set()
-            session.flush()
-            found = snapshot(model.state_dict())
-        stats[world.rank] = session.stats()
-        return found
-
-    return run_cluster(3, work), stats, pieces
 
 
 @pytest.mark.parametrize("wire_dtype", [None, *long_cases("bfloat16")])
@@ -339,17 +270,145 @@ def test_a_late_worker_holds_nobody_up(tmp_path: Path, wire_dtype: Any) -> None:
         check_same_bits(
             found[0], by_arithmetic(with_sgd(), batches_of(3, count=8), pieces, counted)
         )
-    again = run_foreprop(
+    again = replayed(
+        tmp_path,
         with_sgd(),
-        train_classifier,
         batches_of(3, count=8),
-        architecture="p2p",
-        slice_elems=10,
-        counted_replay=str(tmp_path),
         wire_dtype=wire_dtype,
+        update="auto" if wire_dtype is None else "servers",  # which round what they answer
     )
     for rank in range(3):
         check_same_bits(again[rank].model, found[0])
+
+
+@pytest.mark.parametrize("backup_workers", [0, 1])
+def test_the_norm_is_that_of_what_a_step_counts(tmp_path: Path, backup_workers: int) -> None:
+    """Also the late one learns the norm of each of its steps; a replay may keep the setting."""
+    norms: list[list[float]] = [[], [], []]
+    found, stats, pieces = late_run(tmp_path, norms=norms, clip_grad_norm=0.3)
+    assert stats[2]["late_steps"] > 0, "rank 2 was not late"
+    assert norms[0] == norms[1] == norms[2]
+    counted = counted_in(tmp_path, 3, pieces)
+    by_hand: list[float] = []
+
+    def clip(model: nn.Module) -> None:
+        by_hand.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
+
+    about: Any = (with_sgd(), batches_of(3, count=8), pieces, counted)
+    expected, _ = trained_by_arithmetic(*about, before_step=clip)
+    assert max(by_hand) > 0.3, "nothing was clipped"
+    assert norms[0] == pytest.approx(by_hand, rel=1e-5)
+    again = replayed(
+        tmp_path,
+        with_sgd(),
+        batches_of(3, count=8),
+        update="auto" if backup_workers else "servers",
+        clip_grad_norm=0.3,
+        backup_workers=backup_workers,
+    )
+    for rank in range(3):
+        check_same_bits(found[rank], found[0])
+        check_same_bits(again[rank].model, found[0])
+        for name, value in expected.items():
+            torch.testing.assert_close(found[0][name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("victim", [0, *long_cases(1, 2)])
+def test_any_member_may_be_lost_where_servers_clip(tmp_path: Path, victim: int) -> None:
+    about: dict[str, Any] = {"update": "servers", "clip_grad_norm": 0.3}
+    found, stats, _ = lose_one(tmp_path, victim, 3, 2, **about)
+    survivors = [rank for rank in range(3) if rank != victim]
+    check_same_bits(found[survivors[0]], found[survivors[1]])
+    assert stats[survivors[0]]["members"] == survivors
+    again = replayed(tmp_path, with_sgd(), batches_of(3, count=6), **TWO_SERVERS, **about)
+    check_same_bits(again[0].model, found[survivors[0]])
+
+
+def test_a_scaler_leaves_out_a_step_if_what_counts_is_infinite() -> None:
+    """In step 2 that is rank 2's alone, which is late then; in step 6 it is everybody's."""
+    ahead = [threading.Event(), threading.Event()]
+    batches = 2 * exact.batches_of(0)
+
+    def make_scaler() -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+
+    def step(model: Any, optimizer: Any, scaler: Any, number: int, *, broken: bool) -> None:
+        optimizer.zero_grad()
+        loss = model(*batches[number]) * (torch.inf if broken else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    def work(world: World) -> tuple[dict[str, torch.Tensor], float]:
+        (model, optimizer), scaler = exact.make(), make_scaler()
+        with session_of(world, model, optimizer, scaler=scaler, **BACKUPS) as session:
+            for number in range(1, len(batches)):
+                if world.rank == 2 and number == 2:
+                    for event in ahead:
+                        wait_for(event)
+                broken = number == 6 or (world.rank == 2 and number == 2)
+                step(model, optimizer, scaler, number, broken=broken)
+                if world.rank < 2 and number == 4:
+                    ahead[world.rank].set()
+            session.flush()
+            return snapshot(model.state_dict()), scaler.get_scale()
+
+    (model, optimizer), scaler = exact.make(), make_scaler()
+    for number in range(1, len(batches)):
+        step(model, optimizer, scaler, number, broken=number == 6)
+    for found, scale in run_cluster(3, work):
+        check_same_bits(found, model.state_dict())
+        assert scale == scaler.get_scale()
+
+
+# Tables that servers hold row by row.
+def with_table() -> tuple[nn.Module, torch.optim.Optimizer]:
+    table = nn.EmbeddingBag(15, 5, sparse=True)
+    model = nn.Sequential(table, nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.3)
+
+
+def numbers_of(ranks: int, count: int) -> list[list[Any]]:
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(below: int, *shape: int) -> torch.Tensor:
+        return torch.randint(below, shape, generator=generator)
+
+    return [[(draw(15, 6, 2), draw(3, 6)) for _ in range(count)] for _ in range(ranks)]
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("layer", [0, 1, *long_cases(3, None)])
+def test_survivors_have_the_rows_of_who_was_counted(
+    tmp_path: Path, victim: int, layer: int | None
+) -> None:
+    """On dedicated servers: the rank dies before its rows leave, or its dense gradients."""
+    by_rank = numbers_of(3, 6)
+    found, stats, pieces = lose_one(tmp_path, victim, 3, layer, with_table, by_rank)
+    one, other = (rank for rank in range(3) if rank != victim)
+    check_same_bits(found[one], found[other])
+    counted = counted_in(tmp_path, 3, pieces)
+    check_same_bits(found[one], by_arithmetic(with_table, by_rank, pieces, counted))
+    last = {counted[piece.server].at(piece.number, 6) for piece in pieces}
+    assert last == {(one, other)}
+    assert stats[one]["left"][victim]["slices"] == len(pieces)
+    again = replayed(tmp_path, with_table, by_rank, **TWO_SERVERS)
+    for each in again:
+        check_same_bits(each.model, found[one])
+
+
+def test_a_late_workers_rows_hold_nobody_up(tmp_path: Path) -> None:
+    """What it has looked up is newer than its step, and so none of its gradients counts."""
+    by_rank = numbers_of(3, 8)
+    found, stats, pieces = late_run(tmp_path, with_table, by_rank)
+    for other in found[1:]:
+        check_same_bits(other, found[0])
+    counted = counted_in(tmp_path, 3, pieces)
+    at = [[counted[p.server].at(p.number, step) for p in pieces] for step in range(1, 9)]
+    assert all(len(ranks) in (2, 3) for sets in at for ranks in sets)
+    assert set(at[1] + at[2] + at[3]) == {(0, 1)}, "rank 2 was not late"
+    assert stats[2]["late_steps"] > 0
+    check_same_bits(found[0], by_arithmetic(with_table, by_rank, pieces, counted))
 
 
 def test_ranks_meet_and_their_checkpoints_are_alike(tmp_path: Path) -> None:
@@ -411,7 +470,6 @@ def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> No
     ("settings", "make", "message"),
     [
         ({"backup_workers": 2}, small_model, "must be below the number of workers, 2"),
-        ({"backup_workers": 1}, Words, "tables are held row by row"),
     ],
 )
 def test_models_and_worlds_that_are_refused(
@@ -426,12 +484,9 @@ def test_models_and_worlds_that_are_refused(
         run_cluster(2, work)
 
 
-def test_a_scaler_and_an_optimizer_of_the_workers_are_refused() -> None:
+def test_an_optimizer_of_the_workers_is_refused() -> None:
     def work(world: World) -> None:
-        model, optimizer = with_sgd()()
-        scaler = torch.amp.GradScaler("cpu")
-        with pytest.raises(ConfigError, match="backup_workers is 1, and a scaler was given"):
-            foreprop.parallelize(model, optimizer, world=world, scaler=scaler, **BACKUPS)
+        model, _ = with_sgd()()
         lbfgs = torch.optim.LBFGS(model.parameters())
         with pytest.raises(ConfigError, match=r"workers update \(.*\), and backup_workers is 1"):
             session_of(world, model, lbfgs, **BACKUPS)

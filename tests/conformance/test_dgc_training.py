@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import Values, values_of

@@ -130,3 +130,30 @@ def test_a_discarded_gradient_that_one_rank_still_holds(
         return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
     check_contract(build, loop, steps=5, architecture=architecture)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("way", ["optimizer", "by hand"])
+def test_a_gradient_that_is_read_after_it_was_dropped(way: str, architecture: str) -> None:
+    """It had not left yet, for the step before had more passes: every rank reads an average."""
+    passes = (2, 2, 2, 1, 2)
+
+    def loop(model: Any, optimizer: Any, batches: Sequence[Batch], average: Average) -> Any:
+        left, read = iter(batches), []
+        for several in passes:
+            for _ in range(several):
+                x, y = next(left)
+                F.cross_entropy(model(x), y).backward()
+            average(model)
+            held = [parameter.grad for parameter in model.parameters()]
+            if several == 1 and way == "optimizer":
+                optimizer.zero_grad()
+            elif several == 1:
+                for parameter in model.parameters():
+                    parameter.grad = None
+            read.append([gradient.clone() for gradient in held])
+            optimizer.step()
+            optimizer.zero_grad()
+        return read
+
+    check_contract(with_sgd(), loop, steps=sum(passes), architecture=architecture)

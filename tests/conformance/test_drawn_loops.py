@@ -5,6 +5,7 @@ Each rank has the bits that averaging by hand gives, whatever came before.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -136,6 +137,10 @@ class Step(NamedTuple):
     changes_by_hand: bool
     change: str | None = None
     """Of what is trained, before the passes."""
+    leaves_out: bool = False
+    """Its passes do without the last layers."""
+    holds: bool = False
+    """One rank keeps its gradients for itself: whether they are still there decides nothing."""
 
 
 def is_refused(step: Step) -> bool:
@@ -154,12 +159,20 @@ STEPS = st.builds(
     new_optimizer=st.sampled_from([None, None, None, None, *MAKERS]),
     changes_by_hand=st.sampled_from([False, False, False, True]),
     change=st.sampled_from([*[None] * 9, *CHANGES]),
+    leaves_out=st.sampled_from([False, False, False, True]),
+    holds=st.booleans(),
 ).filter(lambda step: not is_refused(step))
+
+
+def _without_the_last(model: Any) -> nn.Module:
+    """As long as it can be trained: both of its layers may be frozen."""
+    head: nn.Module = model[: FROZEN_LATER + 1]
+    return head if any(p.requires_grad for p in head.parameters()) else model
 
 
 def loop_of(steps: Sequence[Step]) -> ReadingLoop:
     def loop(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average: Average) -> Any:
-        left = iter(batches)
+        left, held = iter(batches), []
         for number, step in enumerate(steps):
             if step.new_optimizer is not None:
                 optimizer = MAKERS[step.new_optimizer](model.parameters())
@@ -167,7 +180,10 @@ def loop_of(steps: Sequence[Step]) -> ReadingLoop:
                 CHANGES[step.change](model, optimizer)
             for _ in range(step.passes):
                 x, y = next(left)
-                (F.cross_entropy(model(x), y) / step.passes).backward()
+                used = _without_the_last(model) if step.leaves_out else model
+                (F.cross_entropy(used(x), y) / step.passes).backward()
+            if step.holds and threading.current_thread().name == "rank-0":
+                held.append([parameter.grad for parameter in model.parameters()])
             average(model)
             EDITS[step.edit](model, number)
             if step.lr is not None:
@@ -227,6 +243,23 @@ def test_a_factor_before_another_pass() -> None:
     scaled = usual._replace(edit="scale", skips=True, zeroes="not at all")
     with pytest.raises(TrainingLoopError, match=r"\.bias was multiplied after its backward pass"):
         check_loop("sgd", [usual, usual, scaled, usual])
+
+
+@pytest.mark.parametrize("architecture", ["p2p", "ring"])
+def test_a_factor_of_a_layer_that_no_pass_adds_to(architecture: str) -> None:
+    """A frozen layer's own gradient stays, and is halved: a round is closed by the others'."""
+    usual = Step(1, "clip by a norm", False, "optimizer", None, None, False)
+    replaced = usual._replace(edit="replace", zeroes="not at all")
+    halved = Step(2, "drop one", False, "halved", None, "adam", False, "freeze")
+    check_loop("adam", [replaced, halved, usual], "frozen", architecture=architecture)
+
+
+def test_a_gradient_that_one_rank_holds_when_it_is_dropped() -> None:
+    """It had not left in its pass, for another optimizer came with the step before."""
+    usual = Step(1, "clip by a norm", False, "optimizer", None, None, False)
+    kept = usual._replace(zeroes="not at all", new_optimizer="sgd", holds=True)
+    dropped = usual._replace(edit="drop one")
+    check_loop("adam", [usual, usual, kept, dropped], architecture="ring")
 
 
 def test_a_frozen_layer_and_a_last_step_that_is_not_made() -> None:

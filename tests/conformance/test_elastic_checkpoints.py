@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import foreprop
-from foreprop.checkpoints.stored import SHARED, Checkpoint, CheckpointFolder
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError, PeerLost
+from foreprop.session.stored import SHARED, Checkpoint, CheckpointFolder
 from tests.cluster import run_cluster
 from tests.conformance.counting_runs import (
     ELASTIC,
@@ -108,6 +108,9 @@ class Script:
         self.settings = ELASTIC if settings is None else settings
         self.comes_again = False
         self.back = threading.Event()
+        self.stops: set[str] = set()
+        self.all_stop = threading.Event()
+        """Whoever is left alone by the stops of others has no majority, and would fail instead."""
         self.servers: list[str] = []
         self.read: dict[str, list[Read]] = {}
         """By rank, and "again"."""
@@ -179,12 +182,19 @@ class Script:
                         (die if self.has_dedicated else lose_node)(session)
                     if step == self.stop_at:
                         loop.wait()
-                        raise Stopped
+                        self._stop_with_others(name)
                     schedule.step()
             self.models[name] = snapshot(model.state_dict())
         if about.get("elastic"):
             left = session.stats()["left"]
             self.left_within |= {rank: about["step"] for rank, about in left.items()}
+
+    def _stop_with_others(self, name: str) -> None:
+        self.stops.add(name)
+        if len(self.stops) == self.ranks - (0 if self.comes_again else len(self.deaths)):
+            self.all_stop.set()
+        wait_for(self.all_stop)
+        raise Stopped
 
     def loader(self) -> Any:
         about: Any = {"batch_size": BATCH, "shuffle": True, "collate_fn": of_tensors}
@@ -195,7 +205,7 @@ class Script:
             if change.joins:
                 self.back.set()
 
-        session._training.backends.all[0].members.notices.attendance.on_membership.append(call)
+        session._training.backends.all[0].members.notices.view.on_membership.append(call)
 
 
 def newest(folder: Path) -> Checkpoint:
@@ -353,8 +363,8 @@ def test_the_same_script_joins_and_saves(tmp_path: Path, victim: int, resumes: b
 @pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_with_servers_beside_the_workers(tmp_path: Path, victim: int) -> None:
-    """A node is lost with its server, and what is saved has the state that its substitute has."""
-    settings = {**BESIDE, "buddy_steps": 1}
+    """A node is lost with its server, and what is saved has the state that the others have."""
+    settings = BESIDE
     script = Script(tmp_path, deaths={victim: 3}, ranks=3, settings=settings, stop_at=14)
     script.comes_again = True
     script.run()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
 from foreprop.config import Config
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.session.training import Training
 from tests.cluster import run_cluster, worlds
@@ -504,6 +505,7 @@ def test_who_fails_in_close_is_not_waited_for(
 ) -> None:
     """With an error of anybody's: the others waited for its part until `step_timeout_s`."""
     by_rank, settle_all = batches_of(2), Training.settle_all
+    trained = threading.Barrier(2, timeout=60)  # or who is late would not come to close()
 
     def fail(training: Training) -> None:
         if training.world.rank == 0:
@@ -514,6 +516,7 @@ def test_who_fails_in_close_is_not_waited_for(
         model, optimizer = build_seeded(with_sgd())
         session = foreprop.parallelize(model, optimizer, world=world, architecture=architecture)
         train_classifier(model, optimizer, by_rank[world.rank])
+        trained.wait()
         monkeypatch.setattr(Training, "settle_all", fail)
         session.close()
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError, ForepropError, HandshakeError, TrainingLoopError
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import LIMIT, MODELS, check_each_step, data_of, values_of

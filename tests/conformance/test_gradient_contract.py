@@ -16,8 +16,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import foreprop
 from foreprop import Session
-from foreprop.cluster.world import World
 from foreprop.core.frames import PACE_STEPS
+from foreprop.engine.world import World
 from tests.cluster import run_cluster
 from tests.conformance.averaging_by_hand import (
     Average,
@@ -286,13 +286,14 @@ def test_a_wire_of_half_precision() -> None:
 def test_the_wait_for_a_norm_is_counted_and_in_the_trace(tmp_path: Path) -> None:
     """So `foreprop report` says of a loop that clips how long it waits.
 
-    Once all ranks have told with their paces that they take the norm, servers tell it.
+    Once all ranks have told with their paces that they take the norm, servers tell it: those of
+    the Python plane.
     """
     batches = batches_of(2, count=2 * PACE_STEPS + 3)
 
     def work(world: World) -> Session:
         model, optimizer = build_seeded(with_sgd())
-        settings: Any = {"architecture": "p2p", "trace": str(tmp_path)}
+        settings: Any = {"architecture": "p2p", "trace": str(tmp_path), "plane": "python"}
         with foreprop.parallelize(model, optimizer, world=world, **settings) as session:
             for batch in batches[world.rank]:
                 optimizer.zero_grad()

@@ -17,14 +17,15 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World, current_world
+from foreprop.backends.elastic import ask
 from foreprop.config import Config
 from foreprop.core.dealing import MemberChange
 from foreprop.core.wire import Kind
-from foreprop.elastic.memberblobs import GivenBlobs
+from foreprop.engine.connection import Connection, greeting, unencrypted
+from foreprop.engine.world import World, current_world
 from foreprop.errors import ConfigError, Failure, ForepropError, HandshakeError, TransportError
-from foreprop.link.connection import Connection, greeting, unencrypted
-from foreprop.servers.entering import ask
+from foreprop.features.members.counting import Counting
+from foreprop.features.members.statetransfer import GivenBlobs, GivenModel
 from tests.cluster import run_cluster
 from tests.conformance.averaging_by_hand import check_alike
 from tests.conformance.counting_runs import (
@@ -143,11 +144,12 @@ class Joined:
                 if self.pause:
                     threading.Event().wait(self.pause)
                 if not more and self.deaths.get(rank) == step:
-                    session.flush()
+                    [parameter.sum() for parameter in model.parameters()]  # it is all there
                     self.lose(session)
             if max(self.deaths.values()) + 2 > STEPS and not more:
                 for back in self.back.values():
                     wait_for(back)
+            session.flush()
             found = snapshot(model.state_dict())
             self.states[rank] = snapshot(optimizer.state_dict())
         self.stats[rank] = session.stats()
@@ -169,7 +171,7 @@ class Joined:
                 self.back[rank].set()
             self.heard_of(change.step)
 
-        notices.attendance.on_membership.append(call)
+        notices.view.on_membership.append(call)
 
 
 def check(joined: Joined, found: list[Any], folder: Path) -> None:
@@ -211,6 +213,43 @@ def test_a_newcomer_counts_from_its_first_step_on(
         assert joined.stats[rank]["left"][victim]["step"] in (3, 4)
     assert f"rank {victim} has joined, and counts from step {first} on" in caplog.text
     assert f"server 1 counts rank {victim} from step {first} on" in caplog.text
+
+
+def test_a_newcomer_where_the_last_worker_of_a_step_is_left_out(tmp_path: Path) -> None:
+    """Its first step waits for it; servers clip, and it learns their norm as the others do."""
+    norms: dict[int, list[float | None]] = {}
+
+    def watch(model: Any, session: Any) -> None:
+        """That of the last step, before each step."""
+        norms[session.rank] = own = []
+        model.register_forward_pre_hook(lambda *_: own.append(session.grad_norm))
+
+    joined = Joined(4, {1: 3}, backup_workers=1, clip_grad_norm=0.2)
+    joined.watch = watch
+    found = joined.run(tmp_path)
+    first = joined.began[1]
+    counted = counted_in(tmp_path, 4, joined.pieces)
+    at = [
+        [counted[p.server].at(p.number, step) for p in joined.pieces]
+        for step in range(1, STEPS + 1)
+    ]
+    assert all(1 in ranks for ranks in at[first - 1])
+    assert not any(1 in ranks for sets in at[4 : first - 1] for ranks in sets)
+    wanted, _ = trained_by_arithmetic(
+        joined.build,
+        joined.by_rank,
+        joined.pieces,
+        counted,
+        before_step=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.2),
+    )
+    for rank in range(4):
+        check_same_bits(found[rank], found[0])
+        assert joined.stats[rank]["members"] == [0, 1, 2, 3]
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[0][name], value, rtol=1e-4, atol=1e-5)
+    assert norms[0][0] is None
+    assert norms[1] == norms[0][first - 1 :]
+    assert norms[2] == norms[3] == norms[0]
 
 
 def test_two_newcomers_and_one_that_dies_meanwhile(tmp_path: Path) -> None:
@@ -308,6 +347,41 @@ def test_the_next_rank_s_buffers_count_if_the_lowest_one_dies(
         "its last pushes may be lost"
     )
     shown.check(2, first, 1, 3)
+
+
+def test_a_giver_s_share_is_given_where_its_loss_is_noticed_a_step_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have pushed the newcomer's first step by then, and made an `optimizer.step()`."""
+    joined = Joined(4, {2: 3}, dies_too=0, ema=0.9)
+    joined.is_time = lambda step: False  # type: ignore[method-assign]
+    sessions: dict[int, Any] = {}
+    joined.watch = lambda model, session: sessions.update({session.rank: session})
+    original, lose = GivenModel.begin_step, Counting.lose
+
+    def begin_step(self: GivenModel, step: int, settle: Callable[[], None]) -> None:
+        if self._engine.rank == 0 and step in self._coming.values():
+            die(sessions[0])
+        original(self, step, settle)
+
+    def lose_late(self: Counting, peer: Connection, failure: Failure) -> bool:
+        if peer.number == 0:
+            first = max(self.members.since.values())
+            while any(sessions[rank]._training.completed < first for rank in (1, 3)):
+                time.sleep(0.01)
+        return lose(self, peer, failure)
+
+    monkeypatch.setattr(GivenModel, "begin_step", begin_step)
+    monkeypatch.setattr(Counting, "lose", lose_late)
+    found = joined.run(tmp_path)
+    assert found[0] is None
+    for rank in (2, 3):
+        check_same_bits(found[1], found[rank])
+        for number, state in joined.states[1]["state"].items():
+            check_same_bits(state, joined.states[rank]["state"][number])
+    added = [sessions[rank]._training.added for rank in (1, 2, 3)]
+    one, *others = [each.averages_of(each.parameters) for each in added]
+    assert all(all(map(torch.equal, one, other)) for other in others)
 
 
 def test_the_first_layer_is_used_before_a_tenth_of_the_bytes_is_there(

@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import foreprop
-from foreprop.cluster.world import World
-from foreprop.elastic.attendance import Attendance
-from foreprop.elastic.positions import Positions
+from foreprop.engine.world import World
 from foreprop.errors import PeerLost
+from foreprop.features.members.membershipview import MembershipView
+from foreprop.features.members.messages import Positions
 from tests.cluster import run_cluster
 from tests.conformance.counting_runs import (
     ELASTIC,
@@ -118,7 +118,7 @@ class Lives:
             if change.joins:
                 self.back.set()
 
-        session._training.backends.all[0].members.notices.attendance.on_membership.append(call)
+        session._training.backends.all[0].members.notices.view.on_membership.append(call)
 
     def _train(
         self, world: World, name: str, model: Any, optimizer: Any, session: Any, loader: Any
@@ -239,18 +239,18 @@ def test_what_cannot_be_dealt_anew_is_said(caplog: pytest.LogCaptureFixture) -> 
 
 def test_any_member_s_word_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 says nothing, as if it were lost just then; servers pass on one word each."""
-    end_step, passed_on = Attendance.end_step, []
-    hear = Attendance.hear_positions
+    end_step, passed_on = MembershipView.end_step, []
+    hear = MembershipView.hear_positions
 
-    def end_unless_first(self: Attendance, done: int) -> None:
+    def end_unless_first(self: MembershipView, done: int) -> None:
         if self.rank:
             end_step(self, done)
 
-    def count(self: Attendance, told: Positions) -> None:
+    def count(self: MembershipView, told: Positions) -> None:
         passed_on.append(self.rank)
         hear(self, told)
 
-    monkeypatch.setattr(Attendance, "end_step", end_unless_first)
-    monkeypatch.setattr(Attendance, "hear_positions", count)
+    monkeypatch.setattr(MembershipView, "end_step", end_unless_first)
+    monkeypatch.setattr(MembershipView, "hear_positions", count)
     Lives(usual, 1, 3, epochs=1).check()
     assert passed_on == [1] * SERVERS

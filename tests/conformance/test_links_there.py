@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
-from foreprop.servers import launch
-from foreprop.servers.served import ServedBackend
+from foreprop.backends import launch
+from foreprop.backends.composedworker import ServedBackend
+from foreprop.engine.world import World
 from foreprop.session.session import ConnectedSession
 from tests.cluster import run_cluster
 from tests.conformance.parity import once

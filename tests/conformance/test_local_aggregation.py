@@ -16,9 +16,9 @@ from torch import nn
 
 import foreprop
 from foreprop import PRESETS
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError, ForepropError, HandshakeError, TrainingLoopError
-from foreprop.relays.relay import Relay
+from foreprop.features.nodes.relay import Relay
 from tests.cluster import run_cluster
 from tests.conformance.aggregation_runs import LIMIT, check_each_step, data_of, wait_for
 from tests.conformance.matrices import PROTOCOLS, few

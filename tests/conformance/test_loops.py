@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.wire import Kind, decode_header, sealed
+from foreprop.engine.world import World
 from foreprop.errors import TrainingLoopError
 from tests.cluster import run_cluster, worlds
 from tests.conformance.parity import (
@@ -84,10 +84,9 @@ def test_a_pass_adds_to_a_gradient_that_is_just_being_sent(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    monkeypatch.setattr("foreprop.link.connection.sealed", seal)
-    for got, plain in zip(
-        run_foreprop(with_sgd(), loop, batches_of(2, count=4)), wanted, strict=True
-    ):
+    monkeypatch.setattr("foreprop.engine.connection.sealed", seal)
+    by_python = run_foreprop(with_sgd(), loop, batches_of(2, count=4), plane="python")
+    for got, plain in zip(by_python, wanted, strict=True):
         check_same_bits(got.model, plain.model)
     assert waited
     assert all(waited)
@@ -161,6 +160,7 @@ def test_a_gradient_may_be_written_to_as_soon_as_its_reply_is_in() -> None:
     train(plain, plain_optimizer)
     model, optimizer = build_seeded(with_sgd(lr=0.01))
     alone: dict[str, Any] = {"slice_elems": 28}  # one for each parameter: too small to be shared
+    alone["plane"] = "python"  # which can be delayed
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0], **alone) as session:
         for stream in session._training.backends.engines[0]._streams:
             delay(stream)
@@ -465,7 +465,7 @@ def test_gan_gradients_are_pushed_during_the_backward_pass(loop: Any) -> None:
         foreprop.parallelize(nets.netG, nets.optG, world=world),
     ):
         handle = nets.optD.register_step_pre_hook(
-            lambda *_: early.append(all(p.left for p in first._training.parameters))
+            lambda *_: early.append(all(p.gradient.left for p in first._training.parameters))
         )
         loop(nets, make_batches(5))
         handle.remove()
@@ -477,7 +477,7 @@ def test_classifier_gradients_are_pushed_during_the_backward_pass() -> None:
     early: list[bool] = []
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
         handle = optimizer.register_step_pre_hook(
-            lambda *_: early.append(all(p.left for p in session._training.parameters))
+            lambda *_: early.append(all(p.gradient.left for p in session._training.parameters))
         )
         train_classifier(model, optimizer, make_batches(4))
         handle.remove()

@@ -1,7 +1,7 @@
 """Averages that come late take no memory until then, and are the same to the bit.
 
-Every parameter's room is given to the system as its gradient leaves, and servers keep no page of
-what is free.
+Every parameter's room is given to the system as its gradient leaves, but in elastic sessions, and
+servers keep no page of what is free.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import pytest
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from foreprop.path import memory, sums, worker
+from foreprop.engine import memory, sums, worker
 from tests.conformance.averaging_by_hand import Average, ReadingLoop, backward, check_contract
-from tests.conformance.parity import Batch, with_sgd
+from tests.conformance.parity import Batch, servers_only, with_sgd
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,8 @@ def clipping(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average
 
 @pytest.mark.parametrize("loop", [plain, zeroed, growing, clipping])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_averages_are_the_same(loop: ReadingLoop, ranks: int) -> None:
+@pytest.mark.parametrize("elastic", [False, pytest.param(True, marks=servers_only)])
+def test_averages_are_the_same(loop: ReadingLoop, ranks: int, *, elastic: bool) -> None:
     rtol = 1e-5 if loop is clipping else 0.0
     about = with_sgd(wide_model), loop
-    check_contract(*about, ranks=ranks, steps=6, slice_elems=4000, rtol=rtol)
+    check_contract(*about, ranks=ranks, steps=6, slice_elems=4000, rtol=rtol, elastic=elastic)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import MODELS, PARTITIONS, check_each_step, data_of, train

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +17,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.backends.composedworker import ServedBackend
 from foreprop.config import Config
+from foreprop.core.collect import AnswerSlice
 from foreprop.core.membership import CountedReplay
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
-from foreprop.elastic.countedfile import read_replay
-from foreprop.errors import ConfigError, ForepropError, PeerLost
+from foreprop.engine.world import World
+from foreprop.errors import ConfigError, ForepropError, PeerLost, TransportError
+from foreprop.features.members.countedlog import read_replay
+from foreprop.params.averaged import Averages
 from tests.cluster import run_cluster
 from tests.conformance.averaging_by_hand import check_alike
 from tests.conformance.counting_runs import (
@@ -391,7 +397,7 @@ def test_the_loss_of_a_dedicated_server_is_outlived(tmp_path: Path, build: Build
                 for number, batch in enumerate(by_rank[world.rank], 1):
                     make_step(model, optimizer, batch)
                     if number == 3 and servers:
-                        servers[1]._server.cancel()
+                        servers[1]._server.end()
                 found = snapshot(model.state_dict())
             return found, session.stats()
 
@@ -403,3 +409,78 @@ def test_the_loss_of_a_dedicated_server_is_outlived(tmp_path: Path, build: Build
         check_same_bits(values, wanted)
         assert stats["members"] == [0, 1, 2]
         assert [each["server"] for each in stats["takeovers"]] == [1]
+
+
+# The start.
+def slow_start(monkeypatch: pytest.MonkeyPatch, rank: int, do: Callable[[], object]) -> None:
+    """Let this rank do something before it looks for the values that all begin with."""
+    usual = Averages.receive_initial_value
+    seen = set[int]()
+
+    def receive(arrival: Averages) -> None:
+        if arrival._engine.rank == rank and rank not in seen:
+            seen.add(rank)
+            do()
+        usual(arrival)
+
+    monkeypatch.setattr(Averages, "receive_initial_value", receive)
+
+
+def test_nobody_trains_before_all_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who dies in its first step may have a server that owed others the values of the start."""
+    order: list[str] = []
+
+    def be_late() -> None:
+        time.sleep(0.5)
+        order.append("has begun")
+
+    slow_start(monkeypatch, 1, be_late)
+
+    def work(world: World) -> None:
+        model, optimizer = build_seeded(with_sgd(momentum=0.5))
+        with foreprop.parallelize(model, optimizer, world=world, **BESIDE):
+            order.append("trains")
+
+    run_cluster(3, work)
+    assert order == ["has begun", "trains", "trains", "trains"]
+
+
+def test_who_has_not_begun_ends_with_the_server_that_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody else has the values that it has still to give. The others go on."""
+    backends: dict[int, Any] = {}
+    start, answer = ServedBackend.start, ServerMachine._answer
+
+    def noted(backend: ServedBackend, parameters: Any) -> None:
+        backends[backend.engine.rank] = backend
+        start(backend, parameters)
+
+    def withheld(machine: Any, told: AnswerSlice) -> Any:
+        if machine._index == 2 and not told.step:
+            told = told._replace(ranks=tuple(rank for rank in told.ranks if rank != 1))
+        return answer(machine, told)
+
+    def lose_another() -> None:
+        while backends[1].connections.board.missing("begun") != [1]:
+            time.sleep(0.01)
+        two = SimpleNamespace(backends=SimpleNamespace(all=[backends[2]]))
+        cut_off(SimpleNamespace(_training=two))
+
+    monkeypatch.setattr(ServedBackend, "start", noted)
+    monkeypatch.setattr(ServerMachine, "_answer", withheld)
+    slow_start(monkeypatch, 1, lose_another)
+
+    def work(world: World) -> str:
+        model, optimizer = build_seeded(with_sgd(momentum=0.5))
+        try:
+            with foreprop.parallelize(model, optimizer, world=world, **BESIDE) as session:
+                for batch in batches_of(3)[0]:
+                    make_step(model, optimizer, batch)
+                return str(sorted(session.stats()["left"]))
+        except TransportError as error:
+            return str(error)
+
+    first, second, _ = run_cluster(3, work)
+    assert first == "[1, 2]"
+    assert second.startswith("server 2 (beside rank 2) is gone")

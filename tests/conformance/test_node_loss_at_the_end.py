@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from tests.cluster import run_cluster
 from tests.conformance.counting_runs import Died, make_step, wait_for
 from tests.conformance.node_losses import BESIDE, lose_node

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
-from foreprop.config.promises import promised_ranks
-from foreprop.session.mistaken import report_promised
+from foreprop.config.launchers import promised_ranks
+from foreprop.engine.world import World
+from foreprop.session.alone import report_promised
 from tests.cluster import run_cluster
 
 LAUNCHERS = [

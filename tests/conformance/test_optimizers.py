@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 import foreprop
+from foreprop.engine.optimizer import ELEMENTWISE_OPTIMIZERS
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
 from tests.cluster import run_cluster, worlds
 from tests.conformance.matrices import few
 from tests.conformance.parity import (

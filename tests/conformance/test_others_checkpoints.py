@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import foreprop
-from foreprop.checkpoints.stored import INDEX, SHARED, part_name
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError, ForepropError
+from foreprop.session.stored import INDEX, SHARED, part_name
 from tests.cluster import run_cluster
 from tests.conformance.parity import seeded, servers_only
 from tests.tiers import long_cases

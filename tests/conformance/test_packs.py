@@ -178,6 +178,15 @@ def test_any_loop_has_the_same_bits(steps: Sequence[Step], dtype: torch.dtype) -
     check_steps(steps, dtype)
 
 
+def test_a_pack_may_leave_twice_for_who_waits() -> None:
+    """A frozen layer's zeros come unasked for, so it leaves before the last ones are in."""
+    every = tuple(range(LAYERS))
+    whole, first = Pass((every, every), None), Pass(((0,), (0,)), None)
+    plain = Step((whole,), False, False, False, "to none", None)
+    zeroed = plain._replace(passes=(whole, whole), zeroes="in place")
+    check_steps([plain, zeroed, plain._replace(passes=(whole, first), clips=True, turns=1)])
+
+
 @settings(max_examples=10)
 @given(st.lists(UNLIKE_STEPS, min_size=2, max_size=5))
 def test_ranks_that_use_other_layers_have_the_same_bits(steps: Sequence[Step]) -> None:

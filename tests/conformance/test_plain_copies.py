@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from foreprop.cluster.world import World
 from foreprop.config import Config
-from foreprop.session.session import ConnectedSession
+from foreprop.engine.world import World
+from foreprop.session.composition import connect
 from tests.cluster import run_cluster, worlds
 from tests.conformance.matrices import few
 from tests.conformance.parity import (
@@ -57,7 +57,7 @@ def _users_hook(module: nn.Module, args: Any) -> None:
 def _open(build: Any, world: World | None = None, **settings: Any) -> Any:
     world = world or worlds(1)[0]
     model, optimizer = build_seeded(build, seed=world.rank)
-    return model, optimizer, ConnectedSession(model, optimizer, world, Config.resolve(**settings))
+    return model, optimizer, connect(model, optimizer, Config.resolve(**settings), world=world)
 
 
 def _saved(value: Any) -> bytes:

@@ -12,11 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from foreprop.auto import planning
-from foreprop.auto.linkprobe import exchange_reports
-from foreprop.auto.planning import MEASURED_STEPS, Outlook, Plan, plan_session
-from foreprop.config import Config
-from foreprop.model.planner import PlanSetting
+from foreprop.plan import planning
+from foreprop.plan.linkprobe import exchange_reports
+from foreprop.plan.planning import MEASURED_STEPS, Outlook
 from tests.conformance.parity import (
     Batch,
     batches_of,
@@ -29,6 +27,7 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
+from tests.conformance.plans import use_plan
 from tests.tiers import long_cases
 
 pytestmark = [
@@ -41,20 +40,6 @@ AUTOMATIC: list[dict[str, Any]] = [
     {"architecture": "auto"},
     {"architecture": "p2p", "slice_elems": "auto"},
 ]
-
-
-def use_plan(monkeypatch: pytest.MonkeyPatch, **decided: Any) -> list[PlanSetting]:
-    """Have this decided, whatever would be; returns what it was to be decided for."""
-    asked: list[PlanSetting] = []
-
-    def decide(setting: PlanSetting, config: Config, rows: Any, table: str, **options: Any) -> Plan:
-        asked.append(setting)
-        plan = plan_session(setting, config, rows, table, **options)
-        changes = {"row_wise": plan.row_wise, "step_s": plan.step_s, "text": plan.text}
-        return Plan(**(changes | decided))
-
-    monkeypatch.setattr(planning, "plan_session", decide)
-    return asked
 
 
 @pytest.mark.parametrize("settings", [AUTOMATIC[0], *long_cases(*AUTOMATIC[1:])])

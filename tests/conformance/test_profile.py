@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import foreprop
-from foreprop.auto import passes
 from foreprop.errors import ConfigError
-from foreprop.workload.profile import Profile, ProfiledArray
+from foreprop.plan import passes
+from foreprop.plan.profile import Profile, ProfiledArray
 from tests.cluster import worlds
 from tests.conformance.parity import (
     build_seeded,

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import foreprop
-from foreprop.cluster.world import World
 from foreprop.core.dealing import CERTAIN_STEPS, MemberChange
+from foreprop.engine.world import World
 from foreprop.errors import PeerLost
 from tests.cluster import run_cluster
 from tests.conformance.counting_runs import ELASTIC, Died, dedicated, die, make_step

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import foreprop
-from foreprop.cluster.world import World
 from foreprop.core.frames import PACE_STEPS
+from foreprop.engine.world import World
 from tests.cluster import run_cluster
 from tests.conformance.parity import seeded
 

@@ -16,14 +16,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
 from foreprop.core.frames import PACE_STEPS
 from foreprop.core.rowinit import row_init_of
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
-from foreprop.tables.exchange import RowExchange
-from foreprop.tables.lookahead import lookahead
-from foreprop.tables.remote import RemoteTable
-from foreprop.tables.table import make_rows
+from foreprop.features.tables.exchange import RowExchange
+from foreprop.features.tables.lookahead import lookahead
+from foreprop.features.tables.rowparameter import RemoteRows
+from foreprop.features.tables.rowtable import make_rows
+from foreprop.plan.planning import MEASURED_STEPS
 from tests.cluster import run_cluster, worlds
 from tests.conformance import scaler_runs
 from tests.conformance.matrices import few
@@ -159,6 +160,20 @@ def test_it_trains_as_one_process_with_plain_pytorch() -> None:
 def test_it_trains_on_when_ranks_have_told_their_pace() -> None:
     by_rank = [batches * PACE_STEPS for batches in ranks(2)]
     compare(Words, torch.optim.SGD, by_rank)
+
+
+def test_what_is_auto_leaves_the_rows_where_they_are() -> None:
+    """With other servers or slices the session would begin anew."""
+    by_rank = [batches * MEASURED_STEPS for batches in ranks(2)]
+    build = with_optimizer(remote(Words), torch.optim.Adagrad)
+    found = [
+        run_foreprop(build, train_classifier, by_rank, whole_tables="all", **settings)[0]
+        for settings in (
+            {"architecture": "auto", "slice_elems": "auto"},
+            {"architecture": "p2p"},
+        )
+    ]
+    check_same_bits(found[0].model, found[1].model)
 
 
 @pytest.mark.parametrize(
@@ -307,19 +322,19 @@ def test_the_next_batch_s_rows_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch
     """A world of one is not sharded: as in a larger one, through its loader."""
     asked: list[tuple[int, bool]] = []
     ahead = [False]
-    pull, prefetch = RowExchange.pull_rows, RemoteTable.prefetch
+    pull, prefetch = RowExchange.pull_rows, RemoteRows.prefetch
 
     def spy(self: RowExchange, parameter: int, step: int, numbers: torch.Tensor) -> Any:
         asked.append((step, ahead[0]))
         return pull(self, parameter, step, numbers)
 
-    def prefetching(self: RemoteTable) -> None:
+    def prefetching(self: RemoteRows) -> None:
         ahead[0] = True
         prefetch(self)
         ahead[0] = False
 
     monkeypatch.setattr(RowExchange, "pull_rows", spy)
-    monkeypatch.setattr(RemoteTable, "prefetch", prefetching)
+    monkeypatch.setattr(RemoteRows, "prefetch", prefetching)
     model, optimizer = build_seeded(with_optimizer(remote(Words)))
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0]):
         batches: Any = lookahead.follow(iter(words_of(0, 6)))
@@ -535,8 +550,8 @@ def test_files_have_no_rows_that_nobody_has_changed(tmp_path: Path) -> None:
 
 
 def test_files_of_many_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foreprop.tables.parts._KEPT_ELEMS", 12)
-    monkeypatch.setattr("foreprop.tables.tables._PARTS_IN_A_FILE", 3)
+    monkeypatch.setattr("foreprop.features.tables.parts._KEPT_ELEMS", 12)
+    monkeypatch.setattr("foreprop.features.tables.remotetables._PARTS_IN_A_FILE", 3)
     test_files_go_on_where_they_were(torch.optim.Adagrad, "p2p", tmp_path)
     assert len(list((tmp_path / "tables").glob("*.pt"))) > 3
     assert not list((tmp_path / "tables").glob("*.part"))
@@ -735,11 +750,6 @@ def test_what_is_refused() -> None:
     words = remote(Words)
     _refused(with_optimizer(words), "any architecture but 'ring'", architecture="ring")
     _refused(with_optimizer(words), r"table\.weight is on.*, and", dense_parameters="*")
-    _refused(
-        with_optimizer(words),
-        "is 'auto': the session may begin anew",
-        architecture="auto",
-    )
     _refused(with_optimizer(words, torch.optim.Adam), "optimizer is Adam, which cannot be used")
     _refused(with_optimizer(words, momentum=0.9), "momentum of parameter group 0")
     _refused(with_optimizer(words), r"table_init has 'normal\(1\)'", table_init="normal(1)")
@@ -764,8 +774,6 @@ def test_all_tables_that_are_refused_alike_are_named() -> None:
     both = r"parameter first\.weight, parameter second\.weight are on the meta device"
     _refused(with_optimizer(lambda: TwoTables(sparse=False)), both)
     _refused(with_optimizer(TwoTables), both, architecture="ring")
-    both = r"parameter first\.weight, second\.weight are on the meta device, and .* is 'auto': the"
-    _refused(with_optimizer(TwoTables), both, architecture="auto")
     many = r"parameter 0\.bias, .* parameter 9\.bias and 4 more are on the meta device"
     _refused(with_optimizer(lambda: nn.Sequential(*(DenseOnMeta().out for _ in range(12)))), many)
     both = r"sparse gradients of first\.weight, second\.weight: it moves rows"

@@ -23,11 +23,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import foreprop
-from foreprop.checkpoints import stored, writing
-from foreprop.checkpoints.stored import SHARED, CheckpointFolder
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError, ForepropError, StorageError
 from foreprop.quantities import counted
+from foreprop.session import stored, writing
+from foreprop.session.stored import SHARED, CheckpointFolder
 from tests.cluster import run_cluster
 from tests.conformance.parity import check_same_bits, check_same_optimizer_state, once, seeded
 from tests.tiers import long_cases

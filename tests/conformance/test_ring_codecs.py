@@ -10,11 +10,11 @@ import torch
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
-from foreprop.compression.sparse import RandomK, SentShare
 from foreprop.config import Config
 from foreprop.core.codec import Place
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError, HandshakeError
+from foreprop.features.compression.sparse import RandomK, SentShare
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import Values, values_of
 from tests.conformance.parity import (
@@ -231,6 +231,28 @@ def test_who_has_the_rows_and_who_has_not_take_different_codecs() -> None:
         Config(architecture="hybrid", compression="int8")
 
 
+# Beside a type of the wire.
+def test_what_is_coded_is_not_cast_and_the_rest_is() -> None:
+    """Of the first step all have the same gradients."""
+    by_name = {"*.weight": CODEC}
+    both, coded, cast = (
+        run(2, **settings)[0]
+        for settings in (
+            {"compression": by_name, "wire_dtype": "bfloat16"},
+            {"compression": by_name},
+            {"compression": None, "wire_dtype": "bfloat16"},
+        )
+    )
+    assert coded[0][0].keys() == both[0][0].keys()
+    for name, value in both[0][0].items():
+        torch.testing.assert_close(
+            value, (coded if name.endswith("weight") else cast)[0][0][name], rtol=0, atol=0
+        )
+    assert any(not torch.equal(coded[0][0][name], cast[0][0][name]) for name in cast[0][0])
+    check_same_bits(run(2, wire_dtype="bfloat16")[1][0][-1], run(2)[1][0][-1])  # all are coded
+    assert both[1]["pushed_bytes"] < coded[1]["pushed_bytes"]
+
+
 # What is said and refused.
 def test_it_is_said_at_the_start_and_ranks_must_agree() -> None:
     def work(world: World, compression: str | None) -> str:
@@ -246,7 +268,7 @@ def test_it_is_said_at_the_start_and_ranks_must_agree() -> None:
 
 @pytest.mark.parametrize(
     "compression",
-    ["int8", "lossless", "topk:0.1", "dgc", "auto", {"0.*": "bf16"}, {"0.*": CODEC, "*": "sign"}],
+    ["int8", "lossless", "topk:0.1", "dgc", "auto", {"0.*": "bf16"}, {"0.*": CODEC, "*": "int2"}],
     ids=str,
 )
 def test_codes_that_cannot_be_added_up_are_refused(compression: Any) -> None:
@@ -255,10 +277,8 @@ def test_codes_that_cannot_be_added_up_are_refused(compression: Any) -> None:
 
 
 def test_two_types_of_the_wire_are_refused() -> None:
-    with pytest.raises(ConfigError, match="compression is 'bf16': the codes that"):
+    with pytest.raises(ConfigError, match="compression is 'bf16': collectives add up"):
         Config(architecture="ring", compression="bf16", wire_dtype="float16")
-    with pytest.raises(ConfigError, match="wire_dtype is 'bfloat16', and compression is"):
-        run(1, compression=CODEC, wire_dtype="bfloat16")
 
 
 def test_a_pattern_without_a_name_is_refused() -> None:

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
-from foreprop.collectives import ring
-from foreprop.collectives.group import Group
+from foreprop.backends import ring
 from foreprop.config import Config
+from foreprop.engine import gpumemory, memory
+from foreprop.engine.asyncdevice import TorchAccelerator
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError, PeerLost
-from foreprop.path import gpumemory, memory
-from foreprop.path.asyncdevice import TorchAccelerator
+from foreprop.features.collectives.group import Group
+from foreprop.params import setup
 from tests.cluster import run_cluster
 from tests.conformance.parity import (
     batches_of,
@@ -92,7 +93,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every rank has a GPU that is host memory; the ranks that have opened NCCL."""
     opened: list[int] = []
 
-    class Factory(memory.MemoryFactory):
+    class Factory(setup.MemoryFactory):
         def __init__(self, config: Config, *, stays: bool = False) -> None:
             super().__init__(config, stays=True)
 
@@ -165,7 +166,7 @@ def test_a_change_by_hand_counts(gpus: list[int]) -> None:
     got = run_foreprop(build, loop, by_rank, architecture="ring")
     with pytest.MonkeyPatch.context() as undo:
         undo.setattr(ring, "usable_gpu", lambda *_: "-has none")
-        undo.setattr(ring, "MemoryFactory", memory.MemoryFactory)
+        undo.setattr(ring, "MemoryFactory", setup.MemoryFactory)
         wanted = run_foreprop(build, loop, by_rank, architecture="ring")
     check_same_bits(got[0].model, wanted[0].model)
     assert sorted(gpus) == [0, 1]

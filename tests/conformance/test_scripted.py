@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
 from foreprop.config import Config
+from foreprop.engine.world import World
+from foreprop.session.composition import connect
 from foreprop.session.session import ConnectedSession
 from tests.cluster import run_cluster, worlds
 from tests.conformance.parity import (
@@ -134,7 +135,7 @@ def _open(
     return (
         model,
         optimizer,
-        ConnectedSession(model, optimizer, world, Config.resolve(**SLOW, **settings)),
+        connect(model, optimizer, Config.resolve(**SLOW, **settings), world=world),
     )
 
 
@@ -249,7 +250,7 @@ def test_an_unrelated_script_leaves_parameters_pending() -> None:
         waits = session.stats()["waits"]
         activation(torch.ones(3))
         assert session.stats()["waits"] == waits
-        assert foreprop.path.waiting.is_waiting(model.get_parameter("first.weight"))
+        assert foreprop.params.waiting.is_waiting(model.get_parameter("first.weight"))
 
 
 def lambda_like(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import foreprop
-from foreprop.data.shares import SharedStream
+from foreprop.session.shares import SharedStream
 from tests.cluster import worlds
 from tests.conformance.matrices import few
 from tests.conformance.shares import epoch_of, flat, in_batches, sharded, torchs_share

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.tables.exchange import RowExchange
-from foreprop.tables.rowparameter import RowParameter
+from foreprop.features.tables.exchange import RowExchange
+from foreprop.features.tables.rowparameter import TableRows
 from tests.cluster import run_cluster, worlds
 from tests.conformance.matrices import few
 from tests.conformance.parity import (
@@ -425,13 +425,13 @@ def test_shard_prefetches_the_next_batch_s_rows(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     landed: list[int] = []
-    prefetch = RowParameter.prefetch
+    prefetch = TableRows.prefetch
 
-    def spy(self: RowParameter) -> None:
+    def spy(self: TableRows) -> None:
         prefetch(self)
         landed.extend(len(pull.numbers) for pull in self._prefetch.pulls)
 
-    monkeypatch.setattr(RowParameter, "prefetch", spy)
+    monkeypatch.setattr(TableRows, "prefetch", spy)
     words = torch.arange(ROWS).view(10, 4).repeat(2, 1)
     loader = DataLoader(
         TensorDataset(words, torch.zeros(20, dtype=torch.int64)), batch_size=2, num_workers=workers
@@ -441,7 +441,7 @@ def test_shard_prefetches_the_next_batch_s_rows(
     plain, plain_optimizer = build_seeded(with_optimizer(Words))
     with foreprop.parallelize(model, optimizer, world=world):
         # a world of one is not sharded: as in a larger one, through its loader
-        from foreprop.tables.lookahead import lookahead
+        from foreprop.features.tables.lookahead import lookahead
 
         train_classifier(model, optimizer, lookahead.follow(iter(loader)))  # type: ignore[arg-type]
         train_classifier(plain, plain_optimizer, loader)  # type: ignore[arg-type]
@@ -450,7 +450,7 @@ def test_shard_prefetches_the_next_batch_s_rows(
 
 
 def test_nothing_is_read_ahead_without_a_table() -> None:
-    from foreprop.tables.lookahead import Lookahead
+    from foreprop.features.tables.lookahead import Lookahead
 
     read: list[int] = []
 

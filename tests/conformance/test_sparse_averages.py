@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from tests.cluster import run_cluster, worlds
 from tests.conformance import scaler_runs
 from tests.conformance.aggregation_runs import check_each_step, train

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import ForepropError
 from tests.cluster import run_cluster, worlds
 from tests.conformance import scaler_runs
@@ -305,7 +305,7 @@ def test_slices_that_wait_for_rows_say_so() -> None:
     assert "parameter out.weight, step 3" in told
     assert re.search(
         r"server \d says: out\.weight is summed and waits for .*: 1 of 2 are done;"
-        r" the rows of table\.weight wait for the push of rank 1",
+        r" the update of the rows of table\.weight waits for the push of rank 1",
         told,
     )
 

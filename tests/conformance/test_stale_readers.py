@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from foreprop.cluster.world import World
 from foreprop.config import Config
+from foreprop.engine.world import World
 from foreprop.errors import LocalProtocolError, TrainingLoopError
-from foreprop.path.stalereaders import StaleReaders
+from foreprop.params.stalereaders import StaleReaders
+from foreprop.session.composition import connect
 from foreprop.session.session import ConnectedSession
 from tests.cluster import run_cluster, worlds
 from tests.conformance.matrices import few
@@ -151,7 +152,7 @@ def _open(
     return (
         model,
         optimizer,
-        ConnectedSession(model, optimizer, world, Config.resolve(**SLOW, **settings)),
+        connect(model, optimizer, Config.resolve(**SLOW, **settings), world=world),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import ForepropError, HandshakeError, TrainingLoopError
 from tests.cluster import run_cluster
 from tests.conformance.counting_runs import make_step

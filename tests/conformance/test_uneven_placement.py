@@ -7,7 +7,7 @@ import copy
 import torch
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from tests.cluster import run_cluster
 
 

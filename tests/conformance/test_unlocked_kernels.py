@@ -14,7 +14,7 @@ from torch import nn
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 import foreprop
-from foreprop.compiled import kernels
+from foreprop.features.compiled import inductor
 from tests.cluster import worlds
 
 pytestmark = [
@@ -108,9 +108,9 @@ def test_other_threads_run_while_a_kernel_computes() -> None:
 
 def test_bindings_are_those_that_are_known_and_are_given_back() -> None:
     before = CppPythonBindingsCodeCache.call_entry_function
-    assert before == kernels._LOCKED
-    with kernels.unlocked_kernels():
-        with kernels.unlocked_kernels():
+    assert before == inductor._LOCKED
+    with inductor.unlocked_kernels():
+        with inductor.unlocked_kernels():
             assert CppPythonBindingsCodeCache.call_entry_function != before
         written = CppPythonBindingsCodeCache.call_entry_function.format("parse(0), parse(1)")
         assert "}(parse(0), parse(1)); Py_RETURN_NONE;" in written
@@ -120,5 +120,5 @@ def test_bindings_are_those_that_are_known_and_are_given_back() -> None:
 def test_bindings_of_another_torch_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     other = "kernel({}); return nullptr;"
     monkeypatch.setattr(CppPythonBindingsCodeCache, "call_entry_function", other)
-    with kernels.unlocked_kernels():
+    with inductor.unlocked_kernels():
         assert CppPythonBindingsCodeCache.call_entry_function == other

@@ -1,4 +1,4 @@
-"""The waiting parameter is still the user's parameter (docs/session.md)."""
+"""The waiting parameter is still the user's parameter (lab/docs/internals.md)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
-from foreprop.path.waiting import is_waiting
+from foreprop.engine.world import World
+from foreprop.params.waiting import is_waiting
 from tests.cluster import run_cluster, worlds
 from tests.conformance.parity import (
     build_seeded,

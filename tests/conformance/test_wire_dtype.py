@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
 from foreprop.config import Config
+from foreprop.engine.tensors import DTYPES
+from foreprop.engine.world import World
 from foreprop.errors import HandshakeError
-from foreprop.path.tensors import DTYPES
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import MODELS, Values, data_of, together, values_of
 from tests.conformance.matrices import PROTOCOLS, few

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from tests.cluster import run_cluster
 from tests.conformance.parity import Batch, batches_of, seeded
 

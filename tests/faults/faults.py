@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
+from foreprop.backends.processes import ProcessServer
+
 if TYPE_CHECKING:
     from tests.process.harness import Run
 
@@ -107,7 +109,8 @@ class Faults:
     def _fire(self, fault: Fault) -> None:
         backend = self._session._training.backends.all[-1]
         connections = getattr(backend, "connections", None)  # a ring has none
-        pids = [handle.pid for handle in connections.handles] if connections is not None else []
+        handles = [] if connections is None else connections.handles
+        pids = [handle.pid for handle in handles if isinstance(handle, ProcessServer)]
         done: dict[str, Any] = {"action": fault.action, "rank": fault.rank, "step": fault.step}
         done |= {"phase": fault.phase, "at_s": time.monotonic(), "servers": pids}
         _append(fault.log, done)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from foreprop.backends.composed import ServerComposer
 from foreprop.config import Config
 from foreprop.core.manifest import Manifest
 from foreprop.core.wire import Kind
+from foreprop.engine.stream import SocketStream, listen
 from foreprop.errors import Failure
-from foreprop.link.stream import SocketStream, listen
-from foreprop.relays.relay import Relay
+from foreprop.features.nodes.relay import Relay
 from tests.faults.wire_peers import GROUP, SESSION, Client, FakeServer, gradient, manifest_of
 
 MANIFEST = manifest_of(world_size=4, workers_per_push=2)
@@ -47,6 +48,7 @@ def node(manifest: Manifest = MANIFEST) -> Iterator[Node]:
     port = listener.getsockname()[1]
     near, far = socket.socketpair()
     relay = Relay(
+        why_not=ServerComposer().why_not,
         server=0,
         server_name="server 0",
         node=1,
@@ -81,6 +83,6 @@ def node(manifest: Manifest = MANIFEST) -> Iterator[Node]:
     finally:
         for client in (*made.workers, made.server):
             client.close()
-        relay.cancel()
+        relay.end()
         thread.join(60)
         assert not thread.is_alive(), "the relay hangs"

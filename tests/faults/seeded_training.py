@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 
 SEEDING = threading.Lock()  # ranks are threads, and share torch's generator
 

@@ -28,11 +28,12 @@ from typing import Any, Literal
 import psutil
 import torch.distributed as dist
 
+from foreprop.tools.run.host import free_port
 from tests.faults.cables import Cables, cables
 from tests.faults.node_kill_points import SCRIPT
 from tests.leaks import adopt_orphans
 from tests.process.elastic_script import Plan
-from tests.process.harness import Run, Zygote, free_port, running, torchruns_variables, wait_for
+from tests.process.harness import Run, Zygote, running, torchruns_variables, wait_for
 from tests.process.train_script import Scenario
 
 Kind = Literal["cable", "power", "worker", "server", "node"]

@@ -23,10 +23,16 @@ from foreprop.core.codec import choices_of
 from foreprop.core.manifest import NO_GROUP, Aggregation, Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.rowinit import row_init_of
 from foreprop.core.wire import Flag, Kind
+from foreprop.engine.tensors import encode_state
+from foreprop.engine.worker import WorkerEngine
 from foreprop.errors import Failure, ForepropError
-from foreprop.path.tensors import encode_state
-from foreprop.path.worker import WorkerEngine
-from foreprop.tables.parts import VALUES, KeptRows, encode_kept, encode_numbers, encode_pull
+from foreprop.features.tables.parts import (
+    VALUES,
+    KeptRows,
+    encode_kept,
+    encode_numbers,
+    encode_pull,
+)
 from tests.faults.relay_peers import node
 from tests.faults.wire_peers import (
     GROUP,
@@ -368,6 +374,10 @@ MEMBER_FRAMES: list[tuple[Kind, int, bytes, int]] = [
     (Kind.CLAIM, 0, b"[[0,4,0]]", 0),
     (Kind.CLAIM, 0, b"[[%d,4,0]]" % 2**80, 0),
     (Kind.CLAIM, 0, b"[" * 5000, 0),
+    (Kind.CLAIM, 9, b"[[1,4,0]]", 0),
+    (Kind.MOVES, 9, b"[9,0,[1,0]]", 0),
+    (Kind.MOVES, 9, b"[9,0,[1]]", 0),
+    (Kind.MOVES, 2**63, b"[9,0,[]]", 0),
     (Kind.TAKEN_OVER, 4, gradient(1.0), 0),
     (Kind.TAKEN_OVER, 4, b"", Flag.UNCHANGED),
     (Kind.GIVEN, 4, gradient(1.0), 0),

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import StepTimeout
 from tests.cluster import run_cluster
 from tests.faults.faults import EventInjector

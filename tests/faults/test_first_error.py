@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import ForepropError, StepTimeout, StorageError
 from tests.cluster import run_cluster, worlds
 

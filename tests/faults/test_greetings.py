@@ -12,9 +12,9 @@ import pytest
 
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.wire import Kind
-from foreprop.link.connection import greeting
-from foreprop.link.pulses import pulse_greeting
-from foreprop.path import entrance, server
+from foreprop.engine import entrance, server
+from foreprop.engine.connection import greeting
+from foreprop.engine.pulses import pulse_greeting
 from tests.faults.lost_peers import Soon
 from tests.faults.relay_peers import MANIFEST, node
 from tests.faults.wire_peers import (

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.backends.composedworker import ServedBackend
 from foreprop.core.manifest import Manifest
 from foreprop.core.wire import Kind
+from foreprop.engine import joining
+from foreprop.engine.world import World
 from foreprop.errors import ForepropError, HandshakeError
-from foreprop.path import joining
-from foreprop.servers.served import ServedBackend
 from tests.cluster import run_cluster
 from tests.faults import wire_peers
 from tests.faults.lost_peers import Soon

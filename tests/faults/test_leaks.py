@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from foreprop.cluster.world import World
+from foreprop.backends.composed import ServerComposer, ServerWork
 from foreprop.core.frames import Peers
 from foreprop.core.manifest import Manifest
 from foreprop.core.wire import Kind
-from foreprop.servers.composed import ServerComposer, ServerWork
+from foreprop.engine.world import World
 from tests.faults import endings
 from tests.faults.endings import check_nothing_left, orderly
 from tests.faults.wire_peers import HANGS_S, manifest_of, session
@@ -76,7 +76,7 @@ def test_nothing_begins_at_a_server_that_has_ended() -> None:
             worker.greet()
             worker.send(Kind.MANIFEST, manifest_of(1).encode())
             assert composer.deciding.wait(HANGS_S)
-            running.server.cancel()
+            running.server.end()
             worker.expect_closed()  # and who ends it waits for who decides
             composer.may_go_on.set()
             running.wait()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import ForepropError
 from tests.cluster import run_cluster
 from tests.faults.lost_peers import Soon, ranks

@@ -104,7 +104,8 @@ def test_a_killed_server_is_named_by_all(
     zygote: Zygote, tmp_path: Path, phase: Phase, soon: Soon
 ) -> None:
     injector = EventInjector(tmp_path).at(rank=1, step=3, phase=phase).kill_server()
-    with ranks(zygote, tmp_path, 2, scenario(injector), fork=1) as run:
+    as_process = scenario(injector, settings={"plane": "python"})
+    with ranks(zygote, tmp_path, 2, as_process, fork=1) as run:
         run.wait()
         fault = injector.only_fault(run)
         check_told(run, fault["at_s"], [0, 1], r"server 1 \(beside rank 1\) is gone", soon)

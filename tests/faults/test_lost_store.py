@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from foreprop.errors import ForepropError
+from foreprop.tools.run.host import free_port
 from tests.cluster import run_cluster
 from tests.faults.lost_peers import Soon
-from tests.process.harness import Run, Zygote, environment, free_port, running, wait_for
+from tests.process.harness import Run, Zygote, environment, running, wait_for
 from tests.tiers import long_cases
 
 pytestmark = [

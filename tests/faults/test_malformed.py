@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.rowinit import row_init_of
 from foreprop.core.wire import HEADER_BYTES, MAX_CONTROL_BYTES, Damage, Flag, Kind, sealed
+from foreprop.engine.connection import greeting
+from foreprop.engine.entrance import MAX_GREETING_BYTES
+from foreprop.engine.stream import load_checksum
+from foreprop.engine.tensors import encode_state
 from foreprop.errors import PeerLost, RemoteProtocolError
-from foreprop.link.connection import greeting
-from foreprop.link.stream import load_checksum
-from foreprop.path.entrance import MAX_GREETING_BYTES
-from foreprop.path.tensors import encode_state
-from foreprop.tables.parts import VALUES, KeptRows, encode_kept
+from foreprop.features.tables.parts import VALUES, KeptRows, encode_kept
 from tests.faults.lost_peers import often
 from tests.faults.wire_peers import (
     GROUP,
@@ -340,6 +340,18 @@ def test_what_does_not_fit_the_wires_type(name: str) -> None:
         worker.expect(Kind.WELCOME)
         say(worker)
         assert reason in worker.expect_failure().message
+        running.wait()
+
+
+def test_later_values_before_those_of_the_start() -> None:
+    """With staleness they are compared with what rank 0 has read, which is nothing yet."""
+    with session(joined=False) as running:
+        worker = running.stranger(0)
+        knobs = msgspec.structs.replace(manifest_of().knobs, staleness=2)
+        worker.hello(manifest_of(1, knobs=knobs))
+        worker.expect(Kind.WELCOME)
+        worker.send(Kind.VALUE, gradient(1), step=1)
+        assert "before those of the start" in worker.expect_failure().message
         running.wait()
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from foreprop.compression.codecs import make
 from foreprop.config import Config
 from foreprop.core.codec import Place
 from foreprop.core.wire import Flag, Kind
+from foreprop.engine.tensors import encode_state
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.tensors import encode_state
+from foreprop.features.compression.codecs import make
 from tests.faults.relay_peers import node
 from tests.faults.wire_peers import ELEMS, Client, engine, gradient, manifest_of, session
 

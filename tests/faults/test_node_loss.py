@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from foreprop.tools.run.host import free_port
 from tests.faults.kill_points import check, survived
 from tests.faults.node_kill_points import WORKERS, start
 from tests.process.elastic_script import Plan
-from tests.process.harness import Zygote, free_port, running
+from tests.process.harness import Zygote, running
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(150)]
 

@@ -16,14 +16,12 @@ import torch
 
 from foreprop.core.manifest import OptimizerInfo
 from foreprop.core.wire import Kind
-from foreprop.elastic.admission import decode_answer
-from foreprop.elastic.departure import MemberNotices
-from foreprop.elastic.takenover import decode_settled
+from foreprop.engine.stream import connect, listen
+from foreprop.engine.tensors import encode_state
 from foreprop.errors import RemoteProtocolError, TransportError
-from foreprop.link.ports import listen_within
-from foreprop.link.stream import connect, listen
-from foreprop.path.tensors import encode_state
-from foreprop.stragglers.pace import PaceKeeper
+from foreprop.features.members.membershipview import MemberNotices
+from foreprop.features.members.messages import decode_answer, decode_settled
+from foreprop.features.uneven.pace import PaceKeeper
 from tests.faults.wire_peers import GROUP, engine, gradient, manifest_of, session
 from tests.tiers import long_cases
 
@@ -210,6 +208,6 @@ def test_where_nobody_can_be_is_an_error_at_once(address: str, port: int) -> Non
 
 
 def test_an_address_that_cannot_be_is_not_listened_at() -> None:
-    for listening in (lambda: listen(".."), lambda: listen_within("..", "29600-29601")):
+    for listening in (lambda: listen(".."), lambda: listen("..", "29600-29601")):
         with pytest.raises(TransportError, match="cannot listen on"):
             listening()

@@ -20,26 +20,19 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from foreprop.cluster.rendezvous import session_board
-from foreprop.cluster.world import World
-from foreprop.collectives.ringpulses import RingPulses
 from foreprop.config import Config
-from foreprop.link.pulses import WorkerPulses
-from foreprop.link.stream import connect
+from foreprop.engine.pulses import WorkerPulses
+from foreprop.engine.rendezvous import session_board
+from foreprop.engine.stream import connect
+from foreprop.engine.world import World
+from foreprop.features.collectives.group import Group, RingPulses
+from foreprop.tools.run.host import free_port
 from tests.faults import silent_nodes
 from tests.faults.cables import cables
 from tests.faults.faults import EventInjector
 from tests.faults.lost_peers import Soon, ranks
 from tests.faults.silent_nodes import Try, run_try
-from tests.process.harness import (
-    ROOT,
-    Run,
-    Zygote,
-    free_port,
-    running,
-    torchruns_variables,
-    wait_for,
-)
+from tests.process.harness import ROOT, Run, Zygote, running, torchruns_variables, wait_for
 from tests.process.train_script import Scenario
 from tests.tiers import long_cases
 
@@ -108,10 +101,26 @@ def test_ranks_of_a_ring_hear_each_other_and_no_stranger(
         each.close()
 
 
+def test_who_has_yet_to_meet_the_failure_is_not_named_with_who_has_ended() -> None:
+    """Rank 2 computes for longer than others wait: its connection says that it is there."""
+    config = Config(architecture="ring")
+    store = dist.HashStore()
+    fields = {"size": 3, "local_size": 3, "host": "127.0.0.1", "store": store, "raw_store": store}
+    worlds = [World(rank=rank, **fields) for rank in range(3)]  # type: ignore[arg-type]
+    with ThreadPoolExecutor(3) as threads:
+        groups = list(threads.map(lambda world: Group(world, config), worlds))
+        list(threads.map(lambda group: group.open("this-session"), groups))
+    groups[1].close()
+    failure = groups[0].cause(RuntimeError("Connection closed by peer"))
+    assert str(failure).startswith("rank 1 is gone"), failure
+    for group in (groups[0], groups[2]):
+        group.close()
+
+
 HELD_OR_STOPPED = """
 import ctypes, os, signal, socket, sys
 from foreprop.config import Config
-from foreprop.link.pulses import WorkerPulses
+from foreprop.engine.pulses import WorkerPulses
 pulses = WorkerPulses(0, Config())
 pulses.add(0, socket.socket(fileno=int(sys.argv[1])), "server 0")
 print("ready", flush=True)
@@ -182,7 +191,8 @@ def test_all_ranks_end_and_name_who_is_silent(
     zygote: Zygote, tmp_path: Path, action: str, local_size: int, who: str
 ) -> None:
     injector = getattr(EventInjector(tmp_path).at(rank=1, step=3, phase="backward"), action)()
-    told = scenario(injector, SOON)
+    server = {"plane": "python"} if action == "stop_server" else {}  # a process, then
+    told = scenario(injector, SOON | server)
     with ranks(zygote, tmp_path, 3, told, local_size=local_size, fork=1) as run:
         survivors = [0, 1, 2] if action == "stop_server" else [0, 2]
         run.wait(but=[each for rank, each in enumerate(run.started) if rank not in survivors])
@@ -236,7 +246,7 @@ def test_silence_beside_a_relay_is_named_by_all(
     ("action", "settings", "who"),
     [
         ("stop", {}, NODE_1),
-        ("stop_server", {}, NODE_1),
+        ("stop_server", {"plane": "python"}, NODE_1),  # where it is a process
         ("stop_node", {}, NODE_1),
         ("stop", RING, RING_1),
     ],

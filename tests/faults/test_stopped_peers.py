@@ -9,10 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
+from foreprop.tools.run.host import free_port
 from tests.faults.cables import cables
 from tests.faults.faults import EventInjector
 from tests.faults.lost_peers import Soon, check_place, ranks
-from tests.process.harness import Run, Zygote, free_port, running
+from tests.process.harness import Run, Zygote, running
 from tests.process.train_script import Scenario
 
 pytestmark = pytest.mark.process
@@ -92,7 +93,9 @@ def test_a_stopped_server_is_named_and_ended_by_its_worker(
     zygote: Zygote, tmp_path: Path, size: str, timeout_s: float, soon: Soon
 ) -> None:
     injector = EventInjector(tmp_path).at(rank=1, step=3, phase="forward").stop_server()
-    with ranks(zygote, tmp_path, 2, scenario(injector, timeout_s, size=size), fork=1) as run:
+    as_process = scenario(injector, timeout_s, size=size)
+    as_process.settings["plane"] = "python"
+    with ranks(zygote, tmp_path, 2, as_process, fork=1) as run:
         run.wait()
         fault = injector.only_fault(run)
         check_timed_out(run, fault["at_s"], [0, 1], r"server 1 \(beside rank 1\)", soon)
@@ -106,7 +109,9 @@ def test_a_stopped_server_ends_when_its_worker_is_killed(
     zygote: Zygote, tmp_path: Path, soon: Soon
 ) -> None:
     injector = EventInjector(tmp_path).at(rank=1, step=3).stop_server_and_die()
-    with ranks(zygote, tmp_path, 2, scenario(injector), fork=1) as run:
+    as_process = scenario(injector)
+    as_process.settings["plane"] = "python"
+    with ranks(zygote, tmp_path, 2, as_process, fork=1) as run:
         run.wait()
         fault = injector.only_fault(run)
         check_timed_out(run, fault["at_s"], [0], r"rank 1\b|server 1\b", soon)

@@ -1,4 +1,4 @@
-"""What a stranger can do where a secret is set: docs/strangers.md names a test of here per line."""
+"""What a stranger can do where a secret is set, by the lines of lab/docs/threats.md."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
 from foreprop.core.authentication import CHALLENGE_BYTES, OPENING_BYTES, ConnectingSide, Subject
 from foreprop.core.wire import Kind
+from foreprop.engine import entrance, server
+from foreprop.engine.connection import greeting
+from foreprop.engine.secret import load_key
+from foreprop.engine.world import World
 from foreprop.errors import Failure, ForepropError, HandshakeError, StepTimeout
-from foreprop.link.connection import greeting
-from foreprop.link.secret import load_key
-from foreprop.path import entrance, server
 from tests.cluster import run_cluster
 from tests.faults.lost_peers import Soon
 from tests.faults.seeded_training import SEEDING, train

@@ -15,20 +15,20 @@ from typing import Any
 import msgspec
 import torch
 
-from foreprop.compression.pushcodecs import PushCodecs
+from foreprop.backends.composed import ServerComposer
+from foreprop.backends.composedworker import add_features, features_of
 from foreprop.config import Config
 from foreprop.core.authentication import NONCE_BYTES, Channel, ConnectingSide, Subject
 from foreprop.core.manifest import Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.wire import HEADER_BYTES, Header, Kind, decode_header, encode_header, sealed
+from foreprop.engine.connection import greeting
+from foreprop.engine.encrypted import EncryptedStream
+from foreprop.engine.secret import load_key, prove
+from foreprop.engine.server import Server
+from foreprop.engine.stream import SocketStream, listen, load_checksum
+from foreprop.engine.worker import WorkerEngine
 from foreprop.errors import Failure, decode_failure
-from foreprop.link.connection import greeting
-from foreprop.link.encrypted import EncryptedStream
-from foreprop.link.secret import load_key, prove
-from foreprop.link.stream import SocketStream, listen, load_checksum
-from foreprop.path.server import Server
-from foreprop.path.worker import WorkerEngine
-from foreprop.servers.composed import ServerComposer
-from foreprop.servers.served import add_features, features_of
+from foreprop.features.compression.pushcodecs import PushCodecs
 from foreprop.version import __version__
 
 SESSION = "a-session"
@@ -266,7 +266,7 @@ class Session:
     def close(self) -> None:
         for client in (*self.workers, *self.others):
             client.close()
-        self.server.cancel()
+        self.server.end()
         self._thread.join(HANGS_S)
 
 

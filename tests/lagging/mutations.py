@@ -1,6 +1,6 @@
 """Removes each wait, event, pin and recorded stream of the device path, one at a time.
 
-    python -m tests.lagging.mutations            # all; prints the table of docs/devices.md
+    python -m tests.lagging.mutations            # all; prints the table of lab/docs/devices.md
     python -m tests.lagging.mutations --list
 
 A copy of the package with one of them removed runs the tests of the device; a test must fail for
@@ -20,13 +20,13 @@ from tests.mutations import PACKAGE, ROOT, Mutation, Runner, try_all
 DEVICE_WAITS = frozenset("keep await_staged finish".split())
 OWN_WORDS = frozenset(["await_staged"])
 FILES = (
-    "path/asyncdevice.py",
-    "path/gpumemory.py",
-    "path/parameter.py",
-    "collectives/gpu.py",
-    "collectives/engine.py",
-    "collectives/local_update.py",
-    "gradients/roundpart.py",
+    "engine/asyncdevice.py",
+    "engine/gpumemory.py",
+    "params/servedparameter.py",
+    "features/collectives/gpu.py",
+    "features/collectives/engine.py",
+    "features/collectives/gradientsums.py",
+    "params/averaged.py",
 )
 """Where devices are told something, or waited for."""
 ABOUT_DEVICES = FILES[:2] + FILES[3:4]
@@ -37,8 +37,9 @@ WAITS = frozenset(
 """Calls that are removed; what they are called with is not."""
 TESTS = (
     "tests/lagging/test_device_path.py",
-    "tests/unit/test_passes.py",
-    "tests/unit/test_memory.py",
+    "tests/lagging/test_training_counted.py",
+    "tests/unit/plan/test_passes.py",
+    "tests/unit/engine/test_memory.py",
     "tests/lagging/test_ring_on_device.py",
     "tests/lagging/test_training.py",
 )

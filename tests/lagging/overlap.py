@@ -1,7 +1,7 @@
 """What a device costs beside host memory: the same emulated layers on both, in turns.
 
     python -m tests.lagging.overlap                                  # prints the steps' ratio
-    python -m tests.lagging.overlap --timeline docs/device-timeline.png
+    python -m tests.lagging.overlap --timeline lab/docs/results/device-timeline.png
 
 Two ranks train layers of known times, over links on which a step's bytes take as long as its
 computation. On host memory the lab's emulated layers occupy the training thread. On the lagging
@@ -25,11 +25,11 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
-from foreprop.lab.accelerator import DeviceClock, EmulatedModel
-from foreprop.report.style import QUIET, STYLES, WAIT, save
-from foreprop.report.tracefile import read_folder
-from foreprop.workload.profile import Layer
+from foreprop.engine.world import World
+from foreprop.plan.profile import Layer
+from foreprop.tools.report.charts import QUIET, STYLES, WAIT, save
+from foreprop.tools.report.tracefile import read_folder
+from foreprop_lab.lab.accelerator import DeviceClock, EmulatedModel
 from tests.cluster import run_cluster
 from tests.lagging.device import DEVICE, Stream, lagging
 from tests.lagging.streams import LINES, current_stream, on_stream

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from benchmarks.wire import lonely_world
-from foreprop.cluster.world import World
 from foreprop.config import Config
-from foreprop.session.session import ConnectedSession
+from foreprop.engine.world import World
+from foreprop.session.composition import connect
+from foreprop_lab.benchmarks.wire import lonely_world
 from tests.lagging.device import DEVICE, lagging
 from tests.lagging.streams import Event
 
@@ -54,7 +54,7 @@ def measure(place: str, slices: int, steps: int, world: World) -> Cost:
         config = Config.resolve(
             "p3", architecture="p2p", update="servers", slice_elems=ELEMS // slices
         )
-        with ConnectedSession(model, optimizer, world, config) as session:
+        with connect(model, optimizer, config, world=world) as session:
             for parameter in model:
                 parameter.grad = torch.ones_like(parameter)
 

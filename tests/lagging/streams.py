@@ -63,7 +63,7 @@ class Line:
         self._counting = threading.Lock()
         self._demands = 0  # markers to come that somebody waits for
         self._hurried = threading.Event()
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._given = self._done = 0  # jobs
         self.busy: list[tuple[float, float, str]] = []
         """When it did what, if it ``records``."""
@@ -117,7 +117,7 @@ class Line:
             try:
                 job()
             except BaseException as error:
-                self._failure = self._failure or error
+                self.failure = self.failure or error
             if self.records:
                 name = getattr(job, "name", "")
                 self.busy.append((began_s, time.perf_counter(), name))
@@ -134,7 +134,7 @@ class Line:
     def _reach(self, marker: Marker) -> None:
         with self._counting:
             marker.reached_s = time.perf_counter()
-            marker.failure = self._failure
+            marker.failure = self.failure
             marker.done.set()
             if marker.demanded:
                 self._demands -= 1
@@ -230,6 +230,14 @@ class Stream(torch.Stream):
     def synchronize(self) -> None:
         LINES.waited("stream.synchronize")
         self.line.mark().wait()
+
+    def query(self) -> bool:
+        """Whether all is done; raises what a job has failed with. Who asks waits in his way."""
+        marker = self.line.mark()
+        self.line.demand(marker)
+        if self.line.failure is not None:
+            raise DeviceError(f"a job has failed: {self.line.failure!r}")
+        return self.line.is_idle()
 
 
 class Event:

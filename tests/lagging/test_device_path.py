@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from foreprop.collectives.gpu import GpuWork, HostWork
 from foreprop.config import Config
-from foreprop.path import asyncdevice
-from foreprop.path.asyncdevice import TorchAccelerator, describe_devices
-from foreprop.path.gpumemory import (
+from foreprop.engine import asyncdevice
+from foreprop.engine.asyncdevice import describe_devices
+from foreprop.engine.gpumemory import (
     AsyncStagedMemory,
+    CountingAccelerator,
     DeviceMemory,
     StagedMemory,
     Stager,
     staged_memory_of,
 )
-from foreprop.path.memory import MemoryFactory
+from foreprop.features.collectives.gpu import DeviceWork, GpuWork
+from foreprop.params.setup import MemoryFactory
 from tests.lagging.device import DEVICE, MEMORY, Event, Stream, lagging
 from tests.lagging.streams import LINES, current_stream, on_stream, synchronize
 
@@ -38,14 +39,14 @@ class Staging:
     """A parameter of four elements, and what its stager has said is ready."""
 
     def __init__(self) -> None:
-        self.stager = Stager(TorchAccelerator(HERE))
+        self.stager = Stager(CountingAccelerator(HERE))
         self.parameter = torch.zeros(4).to(DEVICE)
         self.memory = AsyncStagedMemory(self.parameter, self.stager)
         self.ready: list[list[float]] = []
 
     def stage(self, gradient: torch.Tensor) -> None:
         def ready(its_bytes: Any) -> None:
-            # as ParameterMemory does, who calls holds the gradient
+            # as ParameterArrival does, who calls holds the gradient
             assert gradient.numel() == 4
             self.ready.append(torch.frombuffer(bytearray(its_bytes), dtype=torch.float32).tolist())
 
@@ -188,11 +189,11 @@ def test_a_gradient_that_stays_is_ready_when_it_is_computed(stagings: Make) -> N
         assert found == [True, True]
 
 
-@pytest.mark.parametrize("kind", [HostWork, GpuWork])
+@pytest.mark.parametrize("kind", [DeviceWork, GpuWork])
 def test_a_thread_beside_has_a_stream_of_its_own_and_waits_for_it(kind: type) -> None:
     with lagging(manner="late"):
         parameter = torch.zeros(4).to(DEVICE)
-        work: Any = GpuWork(HERE) if kind is GpuWork else HostWork([parameter])
+        work: Any = GpuWork(HERE) if kind is GpuWork else DeviceWork([parameter])
         with work.in_thread():
             assert current_stream().stream_id != 0
             parameter.add_(1)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from foreprop.path.asyncdevice import can_pin
+from foreprop.engine import gpumemory
+from foreprop.engine.asyncdevice import can_pin
 from tests.devices import scenarios
 from tests.devices.training import Scenario
 from tests.lagging.device import DEVICE, MEMORY, lagging
@@ -43,8 +44,11 @@ def train_and_look(model: Any, optimizer: Any, batches: Any, session: Any) -> di
         ({"architecture": "ring", "update": "servers"}, 1, 4),
     ],
 )
-def test_bytes_held(settings: dict[str, Any], pinned: float, on_device: float) -> None:
+def test_bytes_held(
+    settings: dict[str, Any], pinned: float, on_device: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In P. Adam's two averages are on the servers' hosts, or with ``update="workers"`` here."""
+    monkeypatch.setattr(gpumemory, "_NUMBERS", 1)  # of 8 bytes, for all parameters together
     scenario = Scenario(
         scenarios.layers, train_and_look, scenarios.adam, settings, ranks=1, steps=3
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from foreprop.path.worker import WorkerEngine
+from foreprop.engine.worker import WorkerEngine
 from tests.devices.training import Scenario
 from tests.lagging import overlap
 from tests.lagging.device import DEVICE, Event, lagging

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from foreprop.collectives import ring
-from foreprop.collectives.group import Group
+from foreprop.backends import ring
+from foreprop.features.collectives.group import Group
 from tests.devices import scenarios
 from tests.devices.training import Scenario
 from tests.lagging.training import check_on_device, train

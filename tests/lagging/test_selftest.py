@@ -8,10 +8,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from foreprop.cli import app as cli
-from foreprop.doctor.selftest import chosen_device, train_on
+from foreprop.engine.gpumemory import AsyncStagedMemory
 from foreprop.errors import ConfigError
-from foreprop.path.gpumemory import AsyncStagedMemory
+from foreprop.tools.cli import app as cli
+from foreprop.tools.doctor.selftest import chosen_device, train_on
 from tests.lagging.device import DEVICE, lagging
 
 

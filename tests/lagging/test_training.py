@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreprop.engine.asyncdevice import TorchAccelerator
+from foreprop.engine.gpumemory import AsyncStagedMemory
 from foreprop.errors import ConfigError
-from foreprop.path.asyncdevice import TorchAccelerator
-from foreprop.path.gpumemory import AsyncStagedMemory
 from tests.devices.scenarios import SCENARIOS, layers, plain
 from tests.devices.training import Scenario
 from tests.lagging.device import DEVICE, lagging

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from foreprop.cli.main import main
+from foreprop.tools.cli.main import main
 from tests.process.forked import end_process, fork_servers
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ import foreprop
 from foreprop.core.membership import CountedReplay
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Kind
-from foreprop.link.connection import Connection
-from foreprop.link.stream import SocketStream
+from foreprop.engine.connection import Connection
+from foreprop.engine.stream import SocketStream
 from tests.process.forked import end_process
 
 SLICE_ELEMS = 3000
@@ -116,7 +116,7 @@ def train(plan: Plan, rank: int, result: dict[str, Any]) -> None:
     write(rank, {"began_s": time.monotonic()})
     joined = threading.Event()
     notices = session._training.backends.all[0].members.notices  # type: ignore[attr-defined]
-    notices.attendance.on_membership.append(lambda *_: notices.arrivals and joined.set())
+    notices.view.on_membership.append(lambda *_: notices.arrivals and joined.set())
     result["joined_at"] = session.joined_at
     loop = None if saved is None else foreprop.checkpoint(saved, every=plan.every)
     done = (session.joined_at or 1) - 1 if loop is None else loop.step

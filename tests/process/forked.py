@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from foreprop.servers import processes
-from foreprop.servers.main import main
+from foreprop.backends import processes
+from foreprop.backends.main import main
 
 _REQUEST_BYTES = 65_536
 _MOST_DESCRIPTORS = 16
@@ -69,7 +69,7 @@ def _become_server(asked: socket.socket, before: Callable[[], object]) -> NoRetu
         os.environ.clear()
         os.environ.update(request["environment"])
         *sockets, lifeline = descriptors
-        sys.argv = ["foreprop.servers", ",".join(map(str, sockets)), str(lifeline)]
+        sys.argv = ["foreprop.backends", ",".join(map(str, sockets)), str(lifeline)]
         sys.argv += request["arguments"]
         before()
         code = main()

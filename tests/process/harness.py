@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,19 +24,13 @@ from tests.process.train_script import Scenario
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "process" / "train_script.py"
-PATH = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+PATH = os.pathsep.join([str(ROOT), str(ROOT / "src"), str(ROOT / "lab" / "src")])
 """``PYTHONPATH`` of what a test starts: this checkout, whatever is installed."""
 FORKED = ROOT / "tests" / "process" / "forked.py"
 LIMIT_S = 120.0
 """What ends a test that hangs: how fast the machine is must not matter."""
 STACKS = signal.SIGUSR1
 """Has a forked process write its threads' stacks to its output (`zygote.become`)."""
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def environment(mark: str, more: Mapping[str, str]) -> dict[str, str]:
@@ -97,7 +90,7 @@ class Run:
     def foreprop(
         self, zygote: Zygote, variables: Mapping[str, str], *arguments: str
     ) -> psutil.Process:
-        module = ROOT / "src" / "foreprop" / "cli" / "main.py"
+        module = ROOT / "src" / "foreprop" / "tools" / "cli" / "main.py"
         return self.start(zygote, variables, script=module, arguments=arguments)
 
     def _new_output(self) -> Path:

@@ -20,9 +20,9 @@ import psutil
 from pyroute2 import IPRoute
 
 from foreprop.errors import ConfigError
-from foreprop.lab.cluster import Cluster
-from foreprop.lab.network import INTERFACE, NetworkUnavailable, interface_bytes
-from foreprop.workload.network import Network
+from foreprop_lab.lab.cluster import Cluster
+from foreprop_lab.lab.network import INTERFACE, NetworkUnavailable, interface_bytes
+from foreprop_lab.setting.links import Network
 
 RATE_BITS_PER_S = 40e6
 PAYLOAD_BYTES = 1_500_000

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from foreprop.config.otherhosts import environment_for_hosts
-from foreprop.run.plan import Plan, hosts_here
-from foreprop.run.resources import parse_resources
-from foreprop.run.run import Launcher, Outcome
+from foreprop.config.launchers import environment_for_hosts
+from foreprop.tools.run.plan import Plan, hosts_here
+from foreprop.tools.run.resources import parse_resources
+from foreprop.tools.run.run import Launcher, Outcome
 from tests.process.harness import PATH, ROOT
 
 SCRIPT = ROOT / "tests" / "process" / "run_script.py"

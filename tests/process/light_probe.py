@@ -11,7 +11,7 @@ LIGHT_TORCH = "2"
 
 LIGHT = (
     "import sys, types; sys.modules['torch'] = torch = types.ModuleType('torch');"
-    f" torch.__version__ = '{LIGHT_TORCH}'; import foreprop.doctor.probe as probe"
+    f" torch.__version__ = '{LIGHT_TORCH}'; import foreprop.tools.doctor.probe as probe"
 )
 """A probe that does not spend seconds on loading torch."""
 

@@ -14,7 +14,7 @@ import torch_openreg  # type: ignore[import-not-found]  # noqa: F401  # register
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.engine.world import World
 from tests.cluster import run_cluster
 from tests.conformance.parity import batches_of, seeded, small_model
 

@@ -56,16 +56,16 @@ ACTIONS: dict[str, Callable[[str], object]] = {
 
 def report_lost(rank: int, peer: str) -> None:
     """Say so, as a session does."""
-    from foreprop.config import otherhosts
+    from foreprop.config import launchers
 
-    otherhosts.report_lost(rank, peer)
+    launchers.report_lost(rank, peer)
 
 
 def step(text: str) -> None:
     """Say how far this worker has come, as a loop with checkpoints does."""
-    from foreprop.checkpoints.workerprogress import report_step
+    from foreprop.config.launchers import tell_agent
 
-    report_step(int(os.environ["RANK"]), int(text))
+    tell_agent(b"%d %d" % (int(os.environ["RANK"]), int(text)))
 
 
 def serve(text: str) -> None:

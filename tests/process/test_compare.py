@@ -11,15 +11,15 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from foreprop.compare.records import Task
-from foreprop.compare.result import Comparison
-from foreprop.compare.run import Lines, Request, ScriptFailed, compare
-from foreprop.compare.systems import ALONE, DDP, DDP_BF16, USUAL
 from foreprop.errors import ConfigError
-from foreprop.lab.cluster import Cluster
-from foreprop.lab.network import NetworkUnavailable
-from foreprop.run.run import Outcome
-from foreprop.workload.network import Network
+from foreprop.tools.compare.records import Task
+from foreprop.tools.compare.result import Comparison
+from foreprop.tools.compare.run import Lines, Request, ScriptFailed, compare
+from foreprop.tools.compare.systems import ALONE, DDP, DDP_BF16, USUAL
+from foreprop.tools.run.run import Outcome
+from foreprop_lab.lab.cluster import Cluster
+from foreprop_lab.lab.network import NetworkUnavailable
+from foreprop_lab.setting.links import Network
 from tests.process.harness import FORKED, ROOT, Zygote, environment, running, torchruns_variables
 from tests.process.lab_nodes import tell_pids
 from tests.tiers import long_cases
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 SCRIPT = ROOT / "tests" / "process" / "compare_script.py"
 FAKE_SSH = ROOT / "tests" / "process" / "fake_ssh.py"
-RANK = ROOT / "src" / "foreprop" / "compare" / "rank.py"
+RANK = ROOT / "src" / "foreprop" / "tools" / "compare" / "rank.py"
 STEPS, WARM_UP = 6, 2
 
 Compare = Callable[..., Comparison]

@@ -19,14 +19,15 @@ import psutil
 import pytest
 import torch
 
-from foreprop.cli.doctor import examine_hosts
-from foreprop.config.otherhosts import environment_for_hosts
-from foreprop.doctor.findings import find
-from foreprop.doctor.records import Examination, Finding
-from foreprop.run.plan import Plan, hosts_here
-from foreprop.run.resources import parse_resources
+from foreprop.config.launchers import environment_for_hosts
+from foreprop.tools.cli.doctor import examine_hosts
+from foreprop.tools.doctor.findings import find
+from foreprop.tools.doctor.records import Examination, Finding
+from foreprop.tools.run.host import free_port
+from foreprop.tools.run.plan import Plan, hosts_here
+from foreprop.tools.run.resources import parse_resources
 from foreprop.version import __version__
-from tests.process.harness import PATH, ROOT, Run, Zygote, free_port, running, wait_for
+from tests.process.harness import PATH, ROOT, Run, Zygote, running, wait_for
 from tests.process.light_probe import LIGHT_TORCH, instead, light_python
 from tests.process.train_script import Scenario
 from tests.tiers import long_cases
@@ -130,7 +131,7 @@ def test_hosts_that_cannot_be_examined(doctor: Doctor) -> None:
     gone, pythonless, bare, other, dies, fails = (f"198.51.100.{n}" for n in range(2, 8))
     odd = {
         pythonless: "exec /none/python",
-        bare: f"exec {sys.executable} -I -S -m foreprop.doctor.probe",
+        bare: f"exec {sys.executable} -I -S -m foreprop.tools.doctor.probe",
         other: instead("probe.PROTOCOL = 99; probe.__version__ = '9.9'"),
         dies: instead("probe.reach = lambda *_, **__: probe.os._exit(3)"),
         fails: instead("probe.os.environ['FOREPROP_SLICE_ELEMS'] = 'few'"),
@@ -170,7 +171,7 @@ def test_hosts_that_have_something_else(doctor: Doctor) -> None:
     """Another foreprop, a torch that is broken, an interface that is not there."""
     old, broken, unplugged = (f"198.51.100.{n}" for n in range(2, 5))
     odd = {
-        old: instead("import foreprop.doctor.facts as facts; facts.__version__ = '9.9'"),
+        old: instead("import foreprop.tools.doctor.facts as facts; facts.__version__ = '9.9'"),
         broken: instead("sys.modules['torch'] = None"),
         unplugged: instead("probe.os.environ['FOREPROP_INTERFACE'] = 'eth77'"),
     }
@@ -186,7 +187,7 @@ def test_hosts_that_have_something_else(doctor: Doctor) -> None:
 @pytest.mark.long
 def test_a_clock_that_is_wrong(doctor: Doctor) -> None:
     wrong = "types.SimpleNamespace(**vars(time) | {'time': lambda: time.time() - 0.5})"
-    command = instead(f"import time, foreprop.link.traffic as traffic; traffic.time = {wrong}")
+    command = instead(f"import time, foreprop.engine.traffic as traffic; traffic.time = {wrong}")
     found = doctor.examine(ssh_instead={FAR: command})
     (finding,) = (finding for finding in find(found) if finding.check == "clock")
     assert f"the clock of {FAR} is 500 ms behind that of {LOCAL}" in finding.found

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 from pyroute2 import IPRoute
 
-from foreprop.cli.doctor import examine_hosts
-from foreprop.doctor.findings import find
-from foreprop.doctor.records import Examination, Finding
-from foreprop.lab.cluster import Cluster
-from foreprop.lab.network import INTERFACE, NetworkUnavailable
-from foreprop.run.plan import Plan
-from foreprop.run.resources import Host
-from foreprop.workload.network import Network
+from foreprop.tools.cli.doctor import examine_hosts
+from foreprop.tools.doctor.findings import find
+from foreprop.tools.doctor.records import Examination, Finding
+from foreprop.tools.run.plan import Plan
+from foreprop.tools.run.resources import Host
+from foreprop_lab.lab.cluster import Cluster
+from foreprop_lab.lab.network import INTERFACE, NetworkUnavailable
+from foreprop_lab.setting.links import Network
 from tests.process.detour import Detour
 from tests.process.harness import PATH, ROOT, Zygote, running
 from tests.process.light_probe import light_python

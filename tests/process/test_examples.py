@@ -73,7 +73,7 @@ def test_a_transformer_clips_and_accumulates(zygote: Zygote, tmp_path: Path, ran
 
 @pytest.mark.long
 def test_several_workers_per_node(zygote: Zygote, tmp_path: Path) -> None:
-    """Two nodes of two workers: what docs/recipes.md says to try on one machine."""
+    """Two nodes of two workers: what docs/examples.md says to try on one machine."""
     with running(tmp_path) as run:
         two = {"FOREPROP_WORKERS_PER_NODE": "2"}
         start(run, zygote, "train_transformer.py", "--epochs", "1", ranks=4, **two)

@@ -15,12 +15,13 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from foreprop.config.otherhosts import environment_for_hosts
+from foreprop.config.launchers import environment_for_hosts
 from foreprop.core.authentication import PROOF_BYTES
 from foreprop.core.wire import SIGNED
-from foreprop.run.plan import Plan, hosts_here
-from foreprop.run.resources import parse_resources
-from foreprop.run.run import Launcher, Outcome
+from foreprop.tools.run.host import free_port
+from foreprop.tools.run.plan import Plan, hosts_here
+from foreprop.tools.run.resources import parse_resources
+from foreprop.tools.run.run import Launcher, Outcome
 from tests.faults.wire_peers import Client
 from tests.process.harness import (
     LIMIT_S,
@@ -28,7 +29,6 @@ from tests.process.harness import (
     ROOT,
     Run,
     Zygote,
-    free_port,
     running,
     torchruns_variables,
     wait_for,

@@ -1,7 +1,7 @@
 """Pointer hygiene: training on torch's own device for tests, where it is installed.
 
 It is in torch's source, test/cpp_extensions/open_registration_extension/torch_openreg, and in no
-package index. With it on ``PYTHONPATH`` these tests run; docs/devices.md has what they found.
+package index. With it on ``PYTHONPATH`` these tests run; lab/docs/devices.md has what they found.
 """
 
 from __future__ import annotations

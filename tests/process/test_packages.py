@@ -130,6 +130,7 @@ def test_the_wheel_is_the_product(built: dict[str, Path]) -> None:
         path.relative_to(ROOT / "src").as_posix()
         for path in (ROOT / "src" / "foreprop").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
+        if path.suffix != ".sha256"  # of what the native plane was compiled from, in a clone
     }
     assert {name for name in names if name.startswith("foreprop/")} == sources
 
@@ -138,7 +139,8 @@ def test_the_sdist_has_what_a_contributor_needs(built: dict[str, Path]) -> None:
     with tarfile.open(built["sdist"]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     wanted = "README.md CITATION.cff SECURITY.md Makefile constraints.txt mkdocs.yml LICENSE"
-    assert {*wanted.split(), "docs/README.md", "tests/conftest.py", "scripts/check"} <= names
+    wanted += " docs/README.md lab/mkdocs.yml lab/docs/README.md"
+    assert {*wanted.split(), "conftest.py", "scripts/check"} <= names
     assert not [name for name in names if name.startswith(("runs/", ".venv/", "dist/"))]
 
 
@@ -167,5 +169,22 @@ def test_what_needs_an_extra_says_so(fresh: Path, tmp_path: Path) -> None:
     setting = "--model resnet50 --nodes 8 --rate 10Gbit --compute 180ms".split()
     curves = ["--what-if", "nodes=2..8", "--out", "curves.png"]
     told = called(fresh / "foreprop", "plan", *setting, *curves, cwd=tmp_path, fails=True)
-    assert "pip install '.[lab]' in a clone" in told
+    assert "pip install '.[plots]' in a clone" in told
     assert "Traceback" not in told
+    told = called(fresh / "foreprop", "demo", cwd=tmp_path, fails=True)
+    assert told.endswith(
+        "foreprop-lab, which is not installed: pip install ./lab in a clone of foreprop\n"
+    )
+
+
+def test_the_lab_s_wheel_has_its_commands_and_codecs(tmp_path: Path) -> None:
+    build = (sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path)
+    called(*build, ROOT / "lab", cwd=tmp_path)
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+        (entries,) = (name for name in names if name.endswith("entry_points.txt"))
+        points = wheel.read(entries).decode()
+        assert "lab = foreprop_lab.commands:COMMANDS" in points
+        assert "1bit = foreprop_lab.codecs.signs:OneBit" in points
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"foreprop_lab"}

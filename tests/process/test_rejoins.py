@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from foreprop.core.slicing import Slice
-from foreprop.run.rejoins import NodeRange
-from foreprop.run.restarts import Restarts
-from foreprop.run.run import Outcome
+from foreprop.tools.run.rejoins import NodeRange
+from foreprop.tools.run.restarts import Restarts
+from foreprop.tools.run.run import Outcome
 from tests.countedlogs import counted_by
 from tests.process.elastic_script import Plan as ElasticPlan
 from tests.process.elastic_script import by_arithmetic

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.process.harness import ROOT, Run, Zygote, free_port, running
+from foreprop.tools.run.host import free_port
+from tests.process.harness import ROOT, Run, Zygote, running
 from tests.process.restart_script import BATCH, EPOCHS, EVERY, SAMPLES
 from tests.process.train_script import Scenario
 

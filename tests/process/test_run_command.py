@@ -20,10 +20,10 @@ import msgspec
 import psutil
 import pytest
 
-from foreprop.config.otherhosts import environment_for_hosts
-from foreprop.run.records import START, Ready, decode
-from foreprop.run.restarts import Restarts
-from foreprop.run.run import Launcher, Outcome
+from foreprop.config.launchers import environment_for_hosts
+from foreprop.tools.run.records import START, Ready, decode
+from foreprop.tools.run.restarts import Restarts
+from foreprop.tools.run.run import Launcher, Outcome
 from tests.process.elastic_script import Plan as ElasticPlan
 from tests.process.harness import LIMIT_S, ROOT, Run, Zygote, running, wait_for
 from tests.process.harness import SCRIPT as TRAIN
@@ -353,7 +353,7 @@ def test_a_killed_program_of_a_host_ends_all(zygote: Zygote, tmp_path: Path, pro
     with running(tmp_path) as run:
         start(zygote, run, LOCAL, SCRIPT, "all:sleep=600")
         wait_for(lambda: run.output().count(" of 2 in ") == 2, run)
-        one_of(run.ours(), f"foreprop.run.{program}").kill()
+        one_of(run.ours(), f"foreprop.tools.run.{program}").kill()
         run.wait()
         assert run.codes() == [1], run.output()
         how = r"torchrun on 127\.0\.0\.[12] (was killed by SIGKILL|ended with exit code 137)"
@@ -365,7 +365,7 @@ def test_a_killed_program_of_a_host_ends_all(zygote: Zygote, tmp_path: Path, pro
 def test_a_silent_launcher_counts_as_gone(launch: Launch) -> None:
     """A host whose connection is frozen hears nothing, not even an end of its input."""
     plan = launch.plan("127.0.0.1", "all:sleep=600")
-    program = "import foreprop.run.host as h; h.SILENCE_S = 1.0; raise SystemExit(h.main())"
+    program = "import foreprop.tools.run.host as h; h.SILENCE_S = 1.0; raise SystemExit(h.main())"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as host:

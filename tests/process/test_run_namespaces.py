@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from foreprop.lab.cluster import Cluster
-from foreprop.lab.network import NetworkUnavailable
-from foreprop.workload.network import Network
+from foreprop_lab.lab.cluster import Cluster
+from foreprop_lab.lab.network import NetworkUnavailable
+from foreprop_lab.setting.links import Network
 from tests.process.harness import ROOT, Zygote, running
 from tests.process.lab_nodes import tell_pids
 from tests.process.train_script import Scenario

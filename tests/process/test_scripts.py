@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from foreprop.servers.processes import PROGRAM
+from foreprop.backends.processes import PROGRAM
 from tests.process.harness import Zygote, running, wait_for, workers
 from tests.process.train_script import SIZES, Scenario
 

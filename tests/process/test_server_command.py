@@ -12,17 +12,11 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from foreprop.cli.main import app
-from foreprop.cli.server import endpoint
 from foreprop.errors import ConfigError
-from tests.process.harness import (
-    ROOT,
-    Zygote,
-    free_port,
-    running,
-    torchruns_variables,
-    wait_for,
-)
+from foreprop.tools.cli.app import app
+from foreprop.tools.cli.server import endpoint
+from foreprop.tools.run.host import free_port
+from tests.process.harness import ROOT, Zygote, running, torchruns_variables, wait_for
 from tests.process.train_script import Scenario
 from tests.tiers import long_cases
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.harness import Run, Zygote, free_port, running, wait_for
+from foreprop.tools.run.host import free_port
+from tests.process.harness import Run, Zygote, running, wait_for
 from tests.process.train_script import Scenario
 from tests.tiers import long_cases
 

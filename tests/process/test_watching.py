@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from traced_run import read_as_perfetto
 
-from foreprop.observe.status import read_statuses
-from foreprop.report.jobpage import Asked, read_job, render_job
-from foreprop.report.live import is_over
-from foreprop.report.perfetto import lay_out
-from foreprop.report.tracefile import read_folder, read_trace
+from foreprop.engine.status import read_statuses
+from foreprop.tools.cli.top import is_over
+from foreprop.tools.report.jobpage import Selection, read_job, render_job
+from foreprop.tools.report.perfetto import to_perfetto
+from foreprop.tools.report.tracefile import read_folder, read_trace
 from tests.process.harness import Zygote, wait_for, workers
 from tests.process.train_script import Scenario
 
@@ -50,14 +50,14 @@ def test_a_run_is_logged_watched_and_reported(zygote: Zygote, tmp_path: Path) ->
     assert is_over(statuses)
     traces = read_folder(tmp_path / "trace")
     assert [t.process for t in traces] == ["worker 0", "worker 1", "server 0", "server 1"]
-    events = lay_out(traces)["traceEvents"]
+    events = to_perfetto(traces)["traceEvents"]
     read = read_as_perfetto(events)
     assert read.failures == []
     assert len(read.arrows) == sum(
         event["ph"] == "X" and event["cat"] == "push_sent" for event in events
     )
     assert {bound[0] for bound in read.arrows.values()} == {"push_sent"}
-    job = read_job(Asked(folder=tmp_path / "trace"))
+    job = read_job(Selection(folder=tmp_path / "trace"))
     assert "DDP would take" in job.headline
     assert "the limit is" in job.headline
     assert render_job(job, command="foreprop report").count("<figure>") == 2

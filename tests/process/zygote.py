@@ -29,7 +29,7 @@ import torch.utils.data
 import foreprop
 
 _CLONE_NEWNET = 0x40000000
-_SHARED = "cluster config core elastic link path servers session".split()
+_SHARED = "config core engine params features.members backends session".split()
 """Folders of foreprop that sessions with servers load: here once, and not in each process."""
 
 
@@ -80,7 +80,7 @@ def become(request: dict[str, Any]) -> str:
 
 def load() -> None:
     getattr(foreprop, "parallelize")  # noqa: B009 - loaded at its first use
-    importlib.import_module("foreprop.cli.server")
+    importlib.import_module("foreprop.tools.cli.server")
     for folder in _SHARED:
         package = importlib.import_module(f"foreprop.{folder}")
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):

@@ -48,7 +48,9 @@ class Examination:
             return
         if missing := _missing(program):
             packages = " ".join(missing)
-            self._skip(program, f"it imports {packages}: see docs/programs.md for how to get that")
+            self._skip(
+                program, f"it imports {packages}: see lab/docs/programs.md for how to get that"
+            )
             return
         try:
             found = self._compare(program, world)

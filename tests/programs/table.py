@@ -1,4 +1,4 @@
-"""The page with the table, docs/programs.md: what is between two marks in it is made here."""
+"""The page with the table, lab/docs/programs.md: what is between two marks in it is made here."""
 
 from __future__ import annotations
 

@@ -12,14 +12,25 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from foreprop.core.collect import AnswerSlice, DropPush, SliceUpdated, UpdateSlice
+from foreprop.core.barrier import NormCombiner, StepBarrier
+from foreprop.core.collect import (
+    AnswerSlice,
+    DropPush,
+    SliceSummed,
+    SliceUpdated,
+    SumSlice,
+    UpdateSlice,
+)
 from foreprop.core.firstmembers import FirstMembers
 from foreprop.core.frames import (
+    CONTROL_PRIORITY,
     Finish,
     FrameSent,
     InstallValue,
     MessageReady,
+    NormArrived,
     PeerLeft,
+    PullArrived,
     PushArrived,
     SendFrame,
     ValueArrived,
@@ -31,6 +42,7 @@ from foreprop.core.membership import (
     Members,
     PeerDropped,
 )
+from foreprop.core.norm import SendNormPart, SquareSum
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
@@ -61,6 +73,7 @@ def counting_server(
     index: int = 0,
     replay: CountedReplay | None = None,
     has_values: bool = True,
+    barrier: StepBarrier | None = None,
 ) -> ServerMachine:
     """One that closes slices with the pushes that count."""
     return ServerMachine(
@@ -69,13 +82,15 @@ def counting_server(
         workers=members.workers,
         order="priority",
         names=names,
+        barrier=barrier,
         closing=partial(FirstMembers, members=members, replay=replay, has_values=has_values),
     )
 
 
 class World:
     """``kill``: a rank that may die at any moment. ``leaves``: who is done says goodbye.
-    ``started``: so many ranks are there at the start; by default all.
+    ``started``: so many ranks are there at the start; by default all. ``meets``: steps after which
+    all meet. ``norm``: updates need that of all gradients, and some steps are left out.
 
     ``prompt``: frames leave at once, so that there are fewer orders to be looked at.
     """
@@ -92,6 +107,8 @@ class World:
         kill: int | None = None,
         leaves: bool = True,
         prompt: bool = False,
+        meets: Sequence[int] = (),
+        norm: bool = False,
         replay: list[list[str]] | None = None,
         unused: frozenset[tuple[int, int, int]] = frozenset(),
     ) -> None:
@@ -112,16 +129,28 @@ class World:
                 [f"p{number}" for number in range(slices)],
                 index=index,
                 replay=read[index] if read else None,
+                barrier=StepBarrier(len(owned[index]), told_by="any") if norm else None,
             )
             for index in range(servers)
         ]
+        self.combiners = [NormCombiner(range(servers), from_all=True) for _ in range(workers)]
+        self.norms: dict[int, SquareSum] = {}
+        """By step."""
+        self.summing: list[SumSlice | None] = [None] * servers
+        self.meets = meets
+        self.met: list[set[int]] = [set() for _ in range(workers)]
+        """By worker: steps after which it has met the others."""
+        self.meeting: list[set[int]] = [set() for _ in range(workers)]
+        """By worker: slices that it waits for at a meeting."""
+        self.shown: dict[int, tuple[Story, ...]] = {}
+        """By meeting, what all have had."""
         self.stories: list[Story] = [()] * slices
         self.updating: list[UpdateSlice | None] = [None] * servers
         self.gradients: dict[tuple[int, int], Pushed] = {}
         """At the servers, by slice and rank."""
         self.tokens: dict[int, Story] = {}
         self.next_token = 0
-        self.to_server = {(r, i): deque[Pushed]() for r in range(workers) for i in range(servers)}
+        self.to_server = {(r, i): deque[Any]() for r in range(workers) for i in range(servers)}
         self.to_worker = {(r, i): deque[Answered]() for r in range(workers) for i in range(servers)}
         self.unsent: set[tuple[int, int]] = set()
         self.known = [[()] * slices for _ in range(workers)]  # type: list[list[Story]]
@@ -168,6 +197,8 @@ class World:
                 s._updating,
                 [frame._replace(token=0) for frame in s._replies.lanes.items()],
                 sorted(s._replies.lanes._busy),
+                sorted((n, sorted(asked.items())) for n, asked in s.closing._asked.items()),
+                s._barrier and (s._barrier._known_step, sorted(s._held._held.get(0, {}).items())),
             )
             for s in self.servers
         ]
@@ -180,6 +211,7 @@ class World:
             self.tokens[frame.token] for s in self.servers for frame in s._replies.lanes.items()
         ]
         own = (self.stories, self.updating, self.known, self.pushed, self.answered, self.newer)
+        own += self.summing, self.met, self.meeting, [each._parts for each in self.combiners]
         ends = sorted(self.dead), sorted(self.gone), sorted(self.byes), self.finished
         links = self.to_server, answers, sorted(self.unsent), waiting, self.reads, self.gradients
         return tuple(map(repr, (servers, members, links, own, ends)))
@@ -197,15 +229,20 @@ class World:
                 found.append(("answer", rank, server))
         found += [("sent", rank, server) for rank, server in sorted(self.unsent)]
         found += [("updated", 0, i) for i, each in enumerate(self.updating) if each is not None]
+        found += [("summed", 0, i) for i, each in enumerate(self.summing) if each is not None]
         for rank in self.alive:
             begun, pushed = self.begun(rank), self.pushed[rank]
+            if rank == self.kill:
+                found.append(("kill", rank, 0))
+            if begun - 1 in self.meets and begun - 1 not in self.met[rank]:
+                if self.answered[rank] == pushed and not self.meeting[rank]:
+                    found.append(("meet", rank, begun - 1))
+                continue
             ready = [s for s in range(len(pushed)) if pushed[s] < begun <= self.steps]
             found += [("push", rank, slice_) for slice_ in ready[-1:]]  # last layer first
             if begun > self.steps and self.leaves and self.answered[rank] == pushed:
                 servers = range(len(self.servers))
                 found += [("bye", rank, i) for i in servers if (rank, i) not in self.byes]
-            if rank == self.kill:
-                found.append(("kill", rank, 0))
         return found
 
     def happen(self, choice: Choice) -> None:
@@ -213,16 +250,20 @@ class World:
         if what == "push":
             self._push(rank, which)
         elif what == "arrive":
-            pushed = self.to_server[rank, which].popleft()
-            self.gradients[pushed.slice, rank] = pushed
-            event = PushArrived(rank, pushed.slice, pushed.step, pushed.slice, pushed.flags)
-            self._handle(which, event)
+            self._arrive(rank, which, self.to_server[rank, which].popleft())
         elif what == "sent":
             self._send_off(rank, which)
         elif what == "answer":
             self._answer(rank, self.to_worker[rank, which].popleft())
         elif what == "updated":
             self._update(which)
+        elif what == "summed":
+            self._sum(which)
+        elif what == "meet":
+            self.meeting[rank] = set(range(len(self.stories)))
+            for slice_ in range(len(self.stories)):
+                pull = PullArrived(rank, slice_, which, slice_)
+                self.to_server[rank, slice_ % len(self.servers)].append(pull)
         elif what == "bye":
             self.byes.add((rank, which))
             self._handle(which, PeerLeft(rank))
@@ -231,6 +272,12 @@ class World:
             self.kill = None
         else:
             self._lose(rank, which)
+
+    def _arrive(self, rank: int, server: int, what: Any) -> None:
+        if isinstance(what, Pushed):
+            self.gradients[what.slice, rank] = what
+            what = PushArrived(rank, what.slice, what.step, what.slice, what.flags)
+        self._handle(server, what)
 
     def _lose(self, rank: int, server: int) -> None:
         """Its connection has ended; what was under way may be lost."""
@@ -255,6 +302,12 @@ class World:
 
     def _answer(self, rank: int, answer: Answered) -> None:
         slice_, step, flags = answer.frame.slice, answer.frame.step, answer.frame.flags
+        if answer.frame.kind == Kind.NORM_PART:
+            self._add_part(rank, slice_, step, answer.story)
+            return
+        if not step and self.meeting[rank]:
+            self._meet(rank, slice_, answer.story)
+            return
         assert (answer.frame.kind, step) == (Kind.REPLY, self.pushed[rank][slice_])
         if flags & Flag.UNCHANGED:
             assert answer.story[: len(self.known[rank][slice_])] == self.known[rank][slice_]
@@ -263,7 +316,41 @@ class World:
         assert exact != bool(flags & Flag.LATE), "an answer that says what it is not"
         if not exact:
             self.newer[rank] = max(self.newer[rank], step)
+        if step >= self.first_of(rank):
+            counted = rank in dict(answer.story)[step]
+            assert counted != bool(flags & Flag.DROPPED), "it is told what is not so"
         self.answered[rank][slice_] = step
+
+    def first_of(self, rank: int) -> int:
+        """The first step that the rank pushes."""
+        return 1
+
+    def _meet(self, rank: int, slice_: int, story: Story) -> None:
+        self.known[rank][slice_], self.newer[rank] = story, 0
+        self.meeting[rank].remove(slice_)
+        if not self.meeting[rank]:
+            made, known = self.begun(rank) - 1, tuple(self.known[rank])
+            self.met[rank].add(made)
+            assert self.shown.setdefault(made, known) == known, "they have met, and differ"
+
+    def _add_part(self, rank: int, server: int, step: int, part: Any) -> None:
+        total = self.combiners[rank].add(server, step, part)
+        if total is not None:
+            assert self.norms.setdefault(step, total) == total
+            for link in range(len(self.servers)):
+                told = NormArrived(rank, step, skip=self._skips(step))
+                self.to_server[rank, link].append(told)
+
+    def _skips(self, step: int) -> bool:
+        return sum(self.norms[step].bins) % 4 == 0
+
+    def _sum(self, server: int) -> None:
+        """Who is counted makes the part."""
+        due, self.summing[server] = self.summing[server], None
+        assert due is not None
+        assert due.counted is not None
+        which = sum(1 << rank for rank in due.ranks) * (due.slice + 1)
+        self._handle(server, SliceSummed(SquareSum(0, (0, 0, which))))
 
     def _update(self, server: int) -> None:
         due, self.updating[server] = self.updating[server], None
@@ -277,7 +364,8 @@ class World:
             assert pushed.step == step
             self._check_reads(pushed)
         having = tuple(rank for rank in counted if (rank, slice_, step) not in self.unused)
-        assert ranks == having
+        is_left_out = step in self.norms and self._skips(step)
+        assert ranks == (() if is_left_out else having)
         self.stories[slice_] = (*story, (step, counted))
         self.lines[server] += self.logs[server].note(slice_, step, counted)
         self._handle(server, SliceUpdated())
@@ -305,6 +393,11 @@ class World:
             elif isinstance(instruction, UpdateSlice):
                 assert self.updating[server] is None, "two updates at once"
                 self.updating[server] = instruction
+            elif isinstance(instruction, SumSlice):
+                assert self.summing[server] is None, "two sums at once"
+                self.summing[server] = instruction
+            elif isinstance(instruction, SendNormPart):
+                waiting.extendleft(reversed(self._send_part(server, instruction)))
             elif isinstance(instruction, DropPush):
                 self.gradients.pop((instruction.slice, instruction.rank))
             elif isinstance(instruction, MemberLeft):
@@ -330,6 +423,15 @@ class World:
             followed += self.servers[server].handle(event)
         return followed
 
+    def _send_part(self, server: int, known: SendNormPart) -> list[Any]:
+        followed: list[Any] = []
+        for rank in sorted(self.members[server].settled):
+            token, self.next_token = self.next_token, self.next_token + 1
+            self.tokens[token] = known.part  # type: ignore[assignment]
+            about = (rank, Kind.NORM_PART, known.step, CONTROL_PRIORITY, server, token)
+            followed += self.servers[server].handle(MessageReady(*about))
+        return followed
+
     # How it ends.
     def check_end(self) -> None:
         """Survivors have made all steps, and have the same values; the rest is counted for."""
@@ -339,10 +441,17 @@ class World:
         for slice_, story in enumerate(self.stories):
             assert [step for step, _ in story] == list(range(1, self.steps + 1))
             for rank in self.alive:
-                assert self.known[rank][slice_] == story or self.backups
+                is_late = self.backups and self.steps not in self.meets
+                assert self.known[rank][slice_] == story or is_late
             for step, counted in story:
                 assert self._due(step) <= set(counted) or self.backups
                 assert len(counted) >= len(self._due(step)) - self.backups
+                assert counted or self._may_count_nobody
+
+    @property
+    def _may_count_nobody(self) -> bool:
+        """All who had the values of the step may be dead."""
+        return bool(self.left)
 
     def _due(self, step: int) -> set[int]:
         """Those whose pushes of a step count, at least."""
@@ -391,6 +500,7 @@ def replayed(world: World, seed: int) -> World:
         steps=world.steps,
         replay=world.log_lines(),
         unused=world.unused,
+        norm=bool(world.norms),
     )
     rng = random.Random(seed)
     while choices := again.choices():

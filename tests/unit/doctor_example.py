@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreprop.doctor.records import Examination, Examined, Facts, Resolved
-from foreprop.link.traffic import Attempt, Flow, Trip
+from foreprop.engine.traffic import Attempt, Flow, Trip
+from foreprop.tools.doctor.records import Examination, Examined, Facts, Resolved
 
 GBIT = 1e9
 NAMES = ("node0", "node1", "node2", "node3")

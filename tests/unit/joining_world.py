@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
+from foreprop.core.barrier import NormCombiner
 from foreprop.core.frames import CONTROL_PRIORITY, MessageReady
 from foreprop.core.newcomers import (
     AnswerJoin,
@@ -107,6 +108,8 @@ class JoiningWorld(World):
         slices = len(self.stories)
         self.known[rank], self.reads[rank] = [()] * slices, ()
         self.pushed[rank], self.answered[rank] = [0] * slices, [-1] * slices
+        self.combiners[rank] = NormCombiner(range(len(self.servers)), from_all=True)
+        self.meeting[rank].clear()
         for server in range(len(self.servers)):
             self.gone.discard((rank, server))
             self.to_worker[rank, server].clear()
@@ -122,6 +125,9 @@ class JoiningWorld(World):
         for server in range(len(self.servers)):
             queue: deque[Any] = self.to_server[event.rank, server]  # type: ignore[assignment]
             queue.append(Asked(event))
+
+    def first_of(self, rank: int) -> int:
+        return self.joined_at.get(rank, 1)
 
     # What servers say.
     def _do_more(self, server: int, instruction: Any) -> None:
@@ -165,6 +171,7 @@ class JoiningWorld(World):
             slices = len(self.stories)
             del self.bids[rank]
             self.joined_at[rank] = bid.step
+            self.met[rank] = set(range(bid.step))
             self.pushed[rank], self.answered[rank] = (
                 [bid.step - 1] * slices,
                 [bid.step - 2] * slices,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreprop.model.planner import PlanSetting
-from foreprop.workload.profile import Profile, ProfiledArray
+from foreprop.plan.planner import PlanSetting
+from foreprop.plan.profile import Profile, ProfiledArray
 
 GBIT = 1e9
 SMALL = Profile(

@@ -9,8 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from foreprop.report.report import ReportContext, RunSummary
-from foreprop.report.timeline import Lane, Timeline, TimelineEvent, timeline_from_trace
+from foreprop.tools.report.timeline import Lane, Timeline, TimelineEvent, timeline_from_trace
 
 LAYERS = ("conv1", "conv2", "fc1", "fc2")
 SIZES_BYTES = (90_000, 420_000, 3_700_000, 120_000)
@@ -116,35 +115,3 @@ def event(
         stop_s=stop_s,
         bytes=size,
     )
-
-
-def example_run(preset: str, step_s: float, **changes: object) -> RunSummary:
-    values: dict[str, object] = {
-        "preset": preset,
-        "step_s_median": step_s,
-        "step_s_p10": step_s * 0.97,
-        "step_s_p90": step_s * 1.06,
-        "samples_per_s": 256 / step_s,
-        "waiting_share": max(0.0, 1 - 0.118 / step_s),
-        "test_accuracy": 0.9731,
-        "weights_sha256": "9f2c4e1ab07d5583" * 4,
-        "steps": 200,
-        "compute_s": 0.114,
-    }
-    return RunSummary(**(values | changes))  # type: ignore[arg-type]
-
-
-def example_context(**changes: object) -> ReportContext:
-    values: dict[str, object] = {
-        "title": "foreprop demo",
-        "model": "a small CNN with one heavy layer",
-        "workers": 2,
-        "servers": 2,
-        "rate_bits_per_s": 600e6,
-        "batch_size": 128,
-        "machine": {"processor": "2 cores, x86-64", "system": "Linux 6.1", "Python": "3.11.2"},
-        "command": "foreprop demo --rate 600mbit --steps 200",
-        "foreprop_version": "0.1.0",
-        "torch_version": "2.13.0",
-    }
-    return ReportContext(**(values | changes))  # type: ignore[arg-type]

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from foreprop.core.collect import AnswerSlice, DropPush, Round, SliceUpdated, UpdateSlice
+from foreprop.core.collect import AnswerSlice, DropPush, SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
     CompleteParameter,
@@ -25,6 +26,7 @@ from foreprop.core.frames import (
     PeerLeft,
     PushArrived,
     ReplyArrived,
+    Round,
     SendFrame,
     SlicesGoOn,
     SlicesLost,
@@ -69,7 +71,7 @@ class Sent(NamedTuple):
 
 
 class Worker:
-    """What `elastic.survival` does around its machine, without threads."""
+    """What `members.survival` does around its machine, without threads."""
 
     def __init__(self, world: TakeoverWorld, rank: int) -> None:
         self.rank = rank
@@ -85,6 +87,9 @@ class Worker:
         """Rounds of which a gradient has been ready."""
         self.to_compute: list[int] = []
         self.lost: set[int] = set()
+        self.moves = [0] * len(world.slices)
+        self.moved_before = 0
+        """Rounds, by their number from 1: before the last one of these it has moved slices."""
         self.parted: set[int] = set()
         self.settled: dict[int, Round] = {}
         self.pushed_again = 0
@@ -94,7 +99,7 @@ class Worker:
 
 
 class Server:
-    """What `elastic.counting` and `elastic.takenover` do around their machines."""
+    """What `members.counting` and `members.counting` do around their machines."""
 
     def __init__(self, world: TakeoverWorld, index: int) -> None:
         self.index = index
@@ -113,7 +118,7 @@ class Server:
         """Members that are dropped, and whose claims are not yet."""
         self.is_over = False
 
-    def settled_members(self) -> set[int]:
+    def settled_members(self, step: int) -> set[int]:
         return self.members.settled
 
 
@@ -122,7 +127,8 @@ class TakeoverWorld:
 
     ``accusations``: so often a server drops a slow worker, which ends when it hears that.
     ``prompt``: frames leave, and sums are made, at once. ``unused``: by rank, slice and round, of
-    which a rank has no gradient. ``leaves``: who is done says goodbye.
+    which a rank has no gradient. ``leaves``: who is done says goodbye. ``moves``: before which
+    rounds, by their number from 1, which slices move.
     """
 
     def __init__(
@@ -137,9 +143,11 @@ class TakeoverWorld:
         prompt: bool = True,
         unused: frozenset[tuple[int, int, Round]] = frozenset(),
         leaves: bool = False,
+        moves: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> None:
         self.ranks = range(members)
         self.rounds, self.kills, self.prompt, self.leaves = rounds, kills, prompt, leaves
+        self.moves = dict(moves)
         self.mortal = list(self.ranks) if mortal is None else list(mortal)
         self.unused, self.accusations = unused, accusations
         self.doomed: set[int] = set()
@@ -207,6 +215,8 @@ class TakeoverWorld:
     def _choices_of(self, rank: int) -> list[Choice]:
         worker, server = self.workers[rank], self.servers[rank]
         found: list[Choice] = [("left", "worker", rank, peer) for peer in worker.under_way]
+        if self._may_move(worker):
+            found.append(("move", rank))
         if self._may_compute(worker):
             found.append(("compute", rank))
         if self.leaves and self._is_done(worker):
@@ -221,13 +231,20 @@ class TakeoverWorld:
     def _is_complete(self, worker: Worker) -> bool:
         return all(worker.machine.is_complete(piece.parameter) for piece in self.slices)
 
+    def _may_move(self, worker: Worker) -> bool:
+        is_due = worker.begun + 1 in self.moves and worker.moved_before <= worker.begun
+        return is_due and not worker.to_compute and self._is_complete(worker)
+
     def _may_compute(self, worker: Worker) -> bool:
         if worker.to_compute:
             return True
+        if self._may_move(worker):
+            return False
         return worker.begun < len(self.rounds) and self._is_complete(worker)
 
     def _is_done(self, worker: Worker) -> bool:
-        return not self._may_compute(worker) and self._is_complete(worker)
+        moves = self._may_move(worker)
+        return not (moves or self._may_compute(worker)) and self._is_complete(worker)
 
     def happen(self, choice: Choice) -> None:
         what, *who = choice
@@ -241,6 +258,8 @@ class TakeoverWorld:
             self.to_worker[who[0], who[1]].append("dropped")
         elif what == "compute":
             self._compute(self.workers[who[0]])
+        elif what == "move":
+            self._move(self.workers[who[0]])
         elif what == "serve":
             self._serve(who[0], self.servers[who[1]], self.to_server[who[0], who[1]].popleft())
         elif what == "answer":
@@ -316,14 +335,38 @@ class TakeoverWorld:
         self.to_worker[worker.rank, server].clear()
         worker.lost.add(server)
         owners = {
-            piece.number: owner_of(piece.number, piece.server, len(self.ranks), worker.lost)
-            for piece in self.slices
-            if worker.machine.owner_of(piece.number) == server
+            number: owner
+            for number, owner in self._owners(worker).items()
+            if worker.machine.owner_of(number) == server
+        }
+        self._do(worker, worker.machine.handle(SlicesLost(server, owners)))
+        self._claim(worker, owners)
+
+    def _move(self, worker: Worker) -> None:
+        """As `Survival.move`."""
+        worker.moved_before = worker.begun + 1
+        for slice_ in self.moves[worker.moved_before]:
+            worker.moves[slice_] += 1
+        owners = {
+            number: owner
+            for number, owner in self._owners(worker).items()
+            if worker.machine.owner_of(number) != owner
+        }
+        self._do(worker, worker.machine.handle(SlicesLost(None, owners)))
+        self._claim(worker, owners)
+
+    def _owners(self, worker: Worker) -> dict[int, int]:
+        servers = len(self.ranks)
+        owners = {
+            n: owner_of(n, home, servers, worker.lost, worker.moves[n])
+            for n, (_, _, _, _, home) in enumerate(self.slices)
         }
         assert NOBODY not in owners.values(), "its own server lives"
+        return owners
+
+    def _claim(self, worker: Worker, owners: Mapping[int, int]) -> None:
         for slice_ in owners:
             worker.settled.pop(slice_, None)
-        self._do(worker, worker.machine.handle(SlicesLost(server, owners)))
         by_owner: dict[int, list[Claim]] = {}
         for slice_, owner in owners.items():
             claim = Claim(slice_, *worker.machine.claim(slice_))
@@ -445,7 +488,9 @@ class TakeoverWorld:
         rounds = {each.slice: each.round for each in settled}
         self._act(server, server.machine.handle(SlicesSettled(pieces, rounds)))
         for rank in sorted(server.members.settled):
-            self._tell(server, rank, Kind.SETTLED, 0, CONTROL_PRIORITY, 0, list(settled))
+            its = [each for each in settled if rank in server.takeovers.claimed(each.slice)]
+            if its:
+                self._tell(server, rank, Kind.SETTLED, 0, CONTROL_PRIORITY, 0, its)
 
     def _sum(self, server: Server) -> None:
         due, server.updating = server.updating, None
@@ -561,6 +606,7 @@ class TakeoverWorld:
         machine = worker.machine
         return (
             (worker.stories, worker.begun, worker.to_compute, worker.under_way),
+            (worker.moves, worker.moved_before),
             (sorted(worker.lost), sorted(worker.parted), sorted(worker.settled.items())),
             (machine._owner, sorted(machine._open.items()), sorted(machine._claimed)),
             (machine._answered_round, sorted(machine._unchanged), machine._awaited_step),

@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from told import error_of
+from raised import error_of
 
 from foreprop.errors import ConfigError
 from foreprop.quantities import (

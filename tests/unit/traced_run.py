@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foreprop.observe.trace import TraceRecorder
+from foreprop.engine.trace import TraceRecorder
 
 LAYERS = ("conv", "fc")
 BYTES = {"conv.weight": 4_000, "fc.weight": 400_000}

@@ -4,7 +4,6 @@ from foreprop.config.environment import (
     LOGGER,
     LaunchInfo,
     child_environment,
-    did_you_mean,
     launch_info,
 )
 from foreprop.config.settings import (
@@ -26,6 +25,5 @@ __all__ = [
     "LocalAggregation",
     "Preset",
     "child_environment",
-    "did_you_mean",
     "launch_info",
 ]

@@ -1,13 +1,13 @@
-"""What cannot go together: one table, read by `Config`, by `parallelize`, by docs and tests.
+"""Settings that cannot go together: one table, read by `Config`, `parallelize`, docs and tests.
 
 A row refuses each pair of one of its `these` with one of its `those`. Both are features: settings
 with some of their values, or what only `parallelize` sees of the model, the optimizer and the
-world. So to lift a refusal is to delete a row, or a name in it.
+world. To lift a refusal is to delete a row, or a name in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,14 +21,15 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Feature(NamedTuple):
-    """A setting that has one of ``values``; without them, one that is neither None, 0 nor False."""
+    """A setting that has one of ``values``; without them, one that is neither None, 0 nor False.
+
+    A ``test`` may decide instead. The documentation writes the feature as ``shown``.
+    """
 
     setting: str = ""
     values: tuple[object, ...] = ()
     test: Callable[[Config], object] | None = None
-    """Instead of ``values``: whether it is asked for."""
     shown: str = ""
-    """In the documentation."""
 
     def is_asked(self, config: Config) -> bool:
         if self.test is not None:
@@ -47,7 +48,7 @@ class Feature(NamedTuple):
 
 
 def _found(shown: str) -> Feature:
-    """What no setting says; `parallelize` finds it."""
+    """A feature that no setting asks for, and `parallelize` finds."""
     return Feature(test=lambda config: False, shown=shown)
 
 
@@ -60,12 +61,10 @@ def _codec(shown: str, *but: str) -> Feature:
 
 
 def _is_elastic_beside(config: Config) -> bool:
-    """Whether an elastic session has servers beside the workers."""
     return config.elastic and not config.dedicated_servers
 
 
 def _may_be_dgc(config: Config) -> bool:
-    """`auto:dgc` may choose it."""
     if is_automatic(config.compression):
         return kind_of(str(config.compression).partition(":")[2]) == "dgc"
     return any(kind_of(codec) == "dgc" for _, codec in config.codecs)
@@ -98,6 +97,7 @@ FEATURES: Mapping[str, Feature] = {
         test=lambda config: config.staleness not in (0, "late"),
         shown="`staleness` of a number or `'async'`",
     ),
+    "async": Feature("staleness", ("async",)),
     "late": Feature("staleness", ("late",)),
     "in step": Feature("staleness", (0, "late")),
     "delay compensation": Feature(
@@ -108,14 +108,6 @@ FEATURES: Mapping[str, Feature] = {
     "max workers": Feature("max_workers"),
     "backup": Feature("backup_workers"),
     "replay": Feature("counted_replay"),
-    "counted by servers": Feature(
-        "backup_workers",
-        test=lambda config: (
-            config.backup_workers
-            or (config.counts_some and (config.update == "servers" or _may_be_dgc(config)))
-        ),
-        shown="`backup_workers`, or `update='servers'` with `elastic=True` or `counted_replay`",
-    ),
     "join": Feature("join"),
     "clip norm": Feature("clip_grad_norm"),
     "clip value": Feature("clip_grad_value"),
@@ -165,18 +157,20 @@ FEATURES: Mapping[str, Feature] = {
     "nccl": _found("NCCL"),
     "device": _found("parameters on a device"),
 }
-"""By the names that rows have for them."""
+"""All features, by the names that rows have for them."""
 
 
 class Refused(NamedTuple):
-    """A row: a group of features that do not go together with another group."""
+    """A row: two groups of features that do not go together.
+
+    If that is not ``by_nature``, nobody has built it yet.
+    """
 
     these: tuple[str, ...]
     those: tuple[str, ...]
     reason: str
     instead: str
     by_nature: bool = True
-    """Otherwise nobody has built it yet."""
 
     def text(self, one: str, other: str) -> str:
         return f"{one}, and {other}: {self.reason}; {self.instead}"
@@ -202,12 +196,6 @@ _LEAVE_OUT = "leave out one of them"
 _OWN_HOOKS = "clip each rank's own gradients in hooks (Tensor.register_hook)"
 
 REFUSED: tuple[Refused, ...] = (
-    _not_yet(
-        "wire",
-        "lossy sums",
-        "the codes that are added up are of float32",
-        "leave one of them out",
-    ),
     # Collectives: what only servers can do.
     _refused("ring, hybrid", _COUNTED, "servers alone can leave a worker out", _SERVED),
     _refused(
@@ -217,7 +205,7 @@ REFUSED: tuple[Refused, ...] = (
         "ring, hybrid",
         "encryption",
         "torch's collectives send in the clear",
-        f"{_SERVED}, or leave encryption out and put the machines into a VPN (docs/strangers.md)",
+        f"{_SERVED}, or leave encryption out and put the machines into a VPN (docs/security.md)",
     ),
     _refused(
         "ring, hybrid",
@@ -266,7 +254,12 @@ REFUSED: tuple[Refused, ...] = (
         "these have servers beside the workers own what suits their nodes",
         "leave out one of them (placement: use 'round_robin')",
     ),
-    _not_yet("rebalance", "aggregation, link rate", "slices cannot move with it", _LEAVE_OUT),
+    _not_yet(
+        "rebalance",
+        "aggregation",
+        "where a node's sum is pushed nobody sees whose link is slow",
+        _LEAVE_OUT,
+    ),
     # Who updates.
     _refused(
         "workers",
@@ -300,46 +293,33 @@ REFUSED: tuple[Refused, ...] = (
         "give parallelize() the optimizer, or leave it out (update='workers')",
     ),
     # Some workers' pushes only.
-    _not_yet("elastic", "backup, replay", "each has a rule of its own for who counts", _LEAVE_OUT),
-    _not_yet("backup", "replay", "each has a rule of its own for who counts", _LEAVE_OUT),
+    _refused(
+        "elastic",
+        "replay",
+        "a replay counts whom its log names, so all of them must be here",
+        "leave elastic out: a replay has as many workers as the session had in all",
+    ),
     _refused(
         _COUNTED, _ANY_STALE, "with staleness workers are in different steps anyway", _LEAVE_OUT
     ),
     _not_yet(
-        "counted by servers",
-        "clip norm",
-        "the norm of a step is that of all gradients",
-        f"leave update out, use clip_grad_value, or {_OWN_HOOKS}",
-    ),
-    _not_yet(
-        "counted by servers",
-        "codecs",
-        "codecs keep values that all workers have alike",
-        "leave update out, or one of them: wire_dtype works",
-    ),
-    _not_yet(
-        _COUNTED,
+        "max workers, join",
         "rows, tables",
-        "the rows of tables are updated by all workers together",
-        "name them in dense_parameters, or leave out the other one",
+        "a worker that comes later is not told which rows it begins with",
+        "name the tables in dense_parameters, or begin again from a checkpoint with more workers",
     ),
-    _not_yet(
-        "counted by servers",
-        "scaler",
-        "a scaler leaves out steps of all ranks together",
-        "leave update out, or train in bfloat16, which needs none",
-    ),
-    _not_yet(
-        "elastic",
-        "codecs auto",
-        "all ranks of the start agree on the codec after some steps, and begin anew",
-        "name a codec",
-    ),
-    _not_yet(
-        f"{_COUNTED}, staleness",
+    _refused(
+        "backup, async",
         "rebalance",
-        "slices move when all workers are in one step",
-        _LEAVE_OUT,
+        "slices move after a step that no rank has made when all are told, and ranks may be any"
+        " number of steps apart",
+        "leave out one of them, or set staleness to a number of steps",
+    ),
+    _refused(
+        "replay",
+        "rebalance",
+        "a log says by server whose pushes its slices count",
+        "leave rebalance_s out: the log is replayed where its slices were",
     ),
     _refused(
         _COUNTED,
@@ -365,9 +345,15 @@ REFUSED: tuple[Refused, ...] = (
     _refused("elastic", "elastic node's servers", "a node has one server", "leave it out"),
     _refused(
         "elastic beside",
-        "servers",
+        "servers, rows, tables, dgc",
         "what servers beside the workers keep is lost with a node",
-        "use dedicated_servers; or leave it out: then the workers update, which have all",
+        "use dedicated_servers; or leave all to the workers (update left out, dense_parameters)",
+    ),
+    _refused(
+        "elastic beside",
+        "backup",
+        "servers decide which pushes become an update, and what they keep is lost with a node",
+        "use dedicated_servers, or leave one of them out",
     ),
     # Workers apart.
     _refused(
@@ -377,28 +363,10 @@ REFUSED: tuple[Refused, ...] = (
         _OWN_HOOKS,
     ),
     _not_yet(
-        "staleness",
-        "ema",
-        "each rank's push is an update by itself, and averages are of steps",
-        "average after session.flush(), as torch.optim.swa_utils.AveragedModel does",
-    ),
-    _not_yet(
-        "staleness",
-        "codecs",
-        "codecs send differences to the values that all ranks have in the same step",
-        "leave out one of them: wire_dtype works",
-    ),
-    _not_yet(
-        "staleness",
+        "delay compensation",
         "rows, tables",
-        "the rows of tables are updated by all ranks together",
-        "name them in dense_parameters, or leave staleness out",
-    ),
-    _not_yet(
-        "staleness",
-        "scaler",
-        "a scaler leaves out steps of all ranks together",
-        "train in bfloat16, which needs none, or leave staleness out",
+        "servers do not keep which rows each rank was sent",
+        "name them in dense_parameters, or leave delay_compensation out",
     ),
     _refused(
         "staleness",
@@ -439,20 +407,14 @@ REFUSED: tuple[Refused, ...] = (
         "one lane goes by priority",
         "set order='priority', or leave lanes out",
     ),
-    _not_yet(
-        "remote tables",
-        "architecture auto, slices auto",
-        "the session may begin anew after some steps, when only the servers have their rows",
-        "use 'hybrid' and sparse_parameters, and a number for slice_elems",
-    ),
 )
-"""Read from above: the first row that refuses a pair says why."""
+"""The table, to be read from above: the first row that refuses a pair says why."""
 
 
 def check_combinations(config: Config, found: Mapping[str, str] = _NOTHING) -> None:
     """Raise `ConfigError` for a pair that the table has.
 
-    ``found``: features that `parallelize` sees, and what to say of each.
+    ``found`` are the features that `parallelize` sees, each with its words for the error.
     """
     asked = {name: FEATURES[name].text(config) for name in asked_for(config)} | dict(found)
     for row in REFUSED:
@@ -463,7 +425,6 @@ def check_combinations(config: Config, found: Mapping[str, str] = _NOTHING) -> N
 
 
 def asked_for(config: Config) -> Iterator[str]:
-    """The names of features that the settings ask for."""
     return (name for name, feature in FEATURES.items() if feature.is_asked(config))
 
 
@@ -474,9 +435,12 @@ def refused_with(name: str) -> set[str]:
     return {each for names in found for each in names}
 
 
-def settled(config: Config) -> dict[str, Any]:
-    """What ``auto`` means beside the other settings, if there is nothing left to choose."""
-    asked = set(asked_for(config))
+def settled(config: Config, found: Collection[str] = ()) -> dict[str, Any]:
+    """The values of settings that are ``auto`` where the others leave nothing to choose.
+
+    ``found`` are the features that `parallelize` sees.
+    """
+    asked = {*asked_for(config), *found}
     changes: dict[str, Any] = {}
     if config.architecture == "auto" and asked & _ONLY_SERVED:
         changes["architecture"] = "ps" if "dedicated" in asked else "p2p"
@@ -487,7 +451,11 @@ def settled(config: Config) -> dict[str, Any]:
 
 
 _LEFT_TO_PLANS = {"dedicated", "aggregation", "rebalance", "rows"}
-_ONLY_SERVED = {*refused_with("ring"), "lossy codecs"} - _LEFT_TO_PLANS
-"""With these `auto.planning` has no architecture to choose: servers it is."""
-_NOT_CUT_ANEW = set(_names(f"ring, hybrid, arrays, dedicated, {_COUNTED}, {_ANY_STALE}"))
-"""Where there are no slices, or they cannot change while a session runs."""
+_ONLY_SERVED = {*refused_with("ring"), "lossy codecs", "remote tables"} - _LEFT_TO_PLANS
+"""The features that need servers, so that `plan.planning` has no architecture to choose."""
+_NOT_CUT_ANEW = {
+    *_names(f"ring, hybrid, arrays, dedicated, {_COUNTED}, {_ANY_STALE}"),
+    "remote tables",
+}
+"""The features without slices, or whose slices cannot change while a session runs: that would begin
+anew, and only servers have the rows of remote tables."""

@@ -1,6 +1,7 @@
-"""What values settings may have, and those of the environment's variables.
+"""The environment's variables, and which values a setting may have.
 
-The only module that reads those.
+Nobody else reads variables of settings or torchrun's; `config.launchers` has what else launchers
+set. Settings are read from text by their types, and checked for those.
 """
 
 from __future__ import annotations
@@ -11,39 +12,58 @@ import math
 import os
 import sys
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from foreprop.errors import ConfigError
 
 LOGGER = logging.getLogger("foreprop")
-"""All that is reported to a person while a session is there."""
+"""Everything that a session reports to a person."""
 
 _PREFIX = "FOREPROP_"
+_SWITCHES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 _OTHER_NAMES = ("preset", "data", "steps_file", "servers_file")
 
 
 def settings_from_environment(hints: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the settings that are set there; ``hints`` are the types of all."""
+    """The values of settings that the environment has; ``hints`` are all settings' types."""
     known = [name.upper() for name in (*hints, *_OTHER_NAMES)]
     for variable in os.environ:
         name = variable.removeprefix(_PREFIX)
         if name != variable and name not in known:
-            from foreprop.config.otherwords import answer_to_name
+            from foreprop.config.otherwords import advice_on_name
 
-            advice = answer_to_name(name) or did_you_mean(name, known, prefix=_PREFIX)
+            advice = advice_on_name(name, known, prefix=_PREFIX)
             LOGGER.warning("%s is set, but is no setting%s", variable, advice)
     variables = {name: f"{_PREFIX}{name.upper()}" for name in hints}
-    given = {name: variables[name] for name in hints if variables[name] in os.environ}
-    if not given:
-        return {}
-    from foreprop.config.parsing import parse_setting
-
     return {
         name: parse_setting(variable, os.environ[variable], hints[name])
-        for name, variable in given.items()
+        for name, variable in variables.items()
+        if variable in os.environ
     }
+
+
+def parse_setting(name: str, text: str, hint: Any) -> Any:
+    """Read a setting from text (environment, command line); raises `ConfigError` with its name."""
+    kinds = get_args(hint) or (hint,)
+    if type(None) in kinds and text.lower() in {"", "none"}:
+        return None
+    if text in choices_in(hint):
+        return text
+    if hint is bool:
+        if text.lower() not in _SWITCHES:
+            raise ConfigError(f"{name} is {text!r}; it must be one of {list(_SWITCHES)}")
+        return _SWITCHES[text.lower()]
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError as error:
+                number = "a whole number" if kind is int else "a number"
+                wanted = " or ".join([number, *map(repr, filter(None, choices_in(hint)))])
+                raise ConfigError(f"{name} is {text!r}; it must be {wanted}") from error
+    return text
 
 
 def preset_from_environment() -> str | None:
@@ -52,7 +72,7 @@ def preset_from_environment() -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchInfo:
-    """What torchrun (or nobody) says about this process."""
+    """This process's place in the world, as torchrun says; ``launched`` is whether anybody does."""
 
     rank: int
     local_rank: int
@@ -81,7 +101,7 @@ def launch_info() -> LaunchInfo:
 
 
 def may_grow() -> bool:
-    """Whether workers may come to a world of one, or this is one that does."""
+    """Whether workers may join a world of one, or this one joins another world."""
     return bool(os.environ.get("FOREPROP_MAX_WORKERS") or os.environ.get("FOREPROP_JOIN"))
 
 
@@ -108,9 +128,9 @@ def check_value(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
     kinds = tuple(kind for kind in get_args(hint) or (hint,) if isinstance(kind, type))
     if choices and (value in choices or not set(kinds) - {type(None)}):
         if value not in choices:
-            from foreprop.config.otherwords import answer_to_value
+            from foreprop.config.otherwords import advice_on_value
 
-            advice = answer_to_value(spec.name, value) or did_you_mean(str(value), choices)
+            advice = advice_on_value(spec.name, value, choices)
             raise ConfigError(
                 f"{spec.name} is {value!r}; it must be one of {list(choices)}{advice}"
             )
@@ -129,7 +149,7 @@ def check_value(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
 
 
 def choices_in(hint: Any) -> tuple[Any, ...]:
-    """What a Literal allows, or an optional one."""
+    """The values that a Literal allows, also one that is optional or beside other types."""
     if typing.get_origin(hint) is Literal:
         return get_args(hint)
     parts = get_args(hint)
@@ -138,36 +158,25 @@ def choices_in(hint: Any) -> tuple[Any, ...]:
     return (*get_args(inner), *nothing) if inner is not None else ()
 
 
-def did_you_mean(name: str, known: Iterable[object], *, prefix: str = "") -> str:
-    """To be added to an error about ``name``: the known name that is close, or a few that may be.
-
-    ``prefix``: what stands before each of them where the user writes it.
-    """
-    from foreprop.config.otherwords import near_names
-
-    return near_names(name, list(known), prefix)
-
-
 # What is reported to a person.
-class _StandardError(logging.StreamHandler[Any]):
-    """Shows what is reported, as long as the program has not said where else it is to be seen."""
+class _ReportHandler(logging.StreamHandler[Any]):
+    """Writes reports on standard error, unless the program has a handler that shows them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if any(_is_to_be_seen(handler) for handler in (*LOGGER.handlers, *logging.root.handlers)):
-            return
+        for handler in (*LOGGER.handlers, *logging.root.handlers):
+            if isinstance(handler, logging.StreamHandler):
+                # a stream that is a file, or a text in memory, is read later, if at all
+                is_shown = handler is not self and handler.stream in (sys.stderr, sys.stdout)
+            else:
+                is_shown = not isinstance(handler, logging.NullHandler)
+            if is_shown:
+                return
         self.stream = sys.stderr  # as it is now
         super().emit(record)
 
 
-def _is_to_be_seen(handler: logging.Handler) -> bool:
-    """A stream that is a file, or a text in memory, is looked at later, if at all."""
-    if isinstance(handler, logging.StreamHandler):
-        return handler is not _shown and handler.stream in (sys.stderr, sys.stdout)
-    return not isinstance(handler, logging.NullHandler)
-
-
-_shown = _StandardError()
-_shown.setFormatter(logging.Formatter("foreprop: %(message)s"))
-LOGGER.addHandler(_shown)
+_report_handler = _ReportHandler()
+_report_handler.setFormatter(logging.Formatter("foreprop: %(message)s"))
+LOGGER.addHandler(_report_handler)
 if LOGGER.level == logging.NOTSET:
     LOGGER.setLevel(logging.INFO)

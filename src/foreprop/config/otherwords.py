@@ -1,12 +1,14 @@
-"""Words of other libraries for what foreprop has under another name, or does not need.
+"""Other libraries' words for what foreprop has under another name, or does not need.
 
-Asked only when a name or value is wrong, so that the error can say what to write.
+They are looked up only when a name or value is wrong, so that the error can say what to write.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+
+from foreprop.errors import INSTALL_LAB
 
 _UNUSED = "leave it out: parameters without a gradient need no option"
 _NO_BUCKETS = "there are no buckets; leave it out: the size of slices, slice_elems, suits the links"
@@ -38,7 +40,10 @@ _LOGS = "log_steps, trace and watch are for what a session does; the rest is the
 _ORDER = "leave it out: what the next forward pass needs first is sent first"
 _OTHER_GROUP = "foreprop has its own connections, and uses no process group: leave it out"
 
+_ONE_BIT = f"write '1bit', a codec of foreprop-lab ({INSTALL_LAB})"
+
 _OWN = "foreprop.parallelize"
+# what to do instead, by library and word; where several libraries have a word the first counts
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "DistributedDataParallel": {
         "find_unused_parameters": _UNUSED,
@@ -211,7 +216,6 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "config": "an argument of parallelize()",
     },
 }
-"""By library and word: what to do instead. Of a word that several have the first one counts."""
 
 _RING = "for all-reduce write 'ring'"
 _SERVERS = (
@@ -247,6 +251,7 @@ _ARCHITECTURES = {
     "automatic": _AUTOMATIC,
     "fsdp": "each rank has the whole model here: 'ring' is nearest to it",
 }
+# what to write, by setting and value, in small letters and without ``torch.``
 _VALUES: Mapping[str, Mapping[str, str]] = {
     "architecture": _ARCHITECTURES,
     "wire_dtype": {
@@ -277,6 +282,8 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
         "bf16_compress_hook": "write 'bf16', or wire_dtype='bfloat16'",
         "top_k": "write 'topk:0.01'",
         "random_k": "write 'randomk:0.01'",
+        "onebit": _ONE_BIT,
+        "one_bit": _ONE_BIT,
         "powersgd": "there is none of low rank; 'auto' chooses as few bytes as are needed",
         "power_sgd": "there is none of low rank; 'auto' chooses as few bytes as are needed",
         "gzip": "write 'lossless'",
@@ -307,11 +314,20 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
         "remote": "write 'servers'",
     },
 }
-"""By setting and value, in small letters and without ``torch.``: what to write."""
+
+
+def advice_on_name(name: str, known: Iterable[object], *, prefix: str = "") -> str:
+    """What to add to an error about an unknown setting: a library's word, or a near name."""
+    return answer_to_name(name) or did_you_mean(name, known, prefix=prefix)
+
+
+def advice_on_value(setting: str, value: object, known: Iterable[object]) -> str:
+    """What to add to an error about a setting's value: a library's word, or a near one."""
+    return answer_to_value(setting, value) or did_you_mean(str(value), known)
 
 
 def answer_to_name(name: str) -> str:
-    """To be added to an error about an unknown setting; empty if nobody has such a word."""
+    """What a library's word for a setting is here; empty if no library has the word."""
     word = _plain(name)
     for library, answers in _NAMES.items():
         if word in answers:
@@ -321,7 +337,7 @@ def answer_to_name(name: str) -> str:
 
 
 def answer_to_value(setting: str, value: object) -> str:
-    """To be added to an error about a setting's value; empty if it is nobody's word."""
+    """What to write for a library's word for a value; empty if no library has the word."""
     text = getattr(value, "__name__", None) or str(value)
     answer = _VALUES.get(setting, {}).get(_plain(text).removeprefix("torch."))
     return f"; {answer}" if answer else ""
@@ -332,15 +348,16 @@ def _plain(word: str) -> str:
 
 
 # Near names.
-_CLOSE = 0.8
-"""As difflib has it: a name that is like another one to so much is meant for it."""
-_LEAST_PART = 4
-"""Letters that may be a name's part."""
+_CLOSE = 0.8  # difflib's measure of how like a known name one must be to be meant for it
+_LEAST_PART = 4  # letters that may be a part of a known name
 _MOST_NAMES = 5
 
 
-def near_names(name: str, known: Sequence[object], prefix: str) -> str:
-    """`foreprop.config.did_you_mean`; what is no text is near nothing."""
+def did_you_mean(name: str, known: Iterable[object], *, prefix: str = "") -> str:
+    """What to add to an error about ``name``: the known name that is close, or a few that may be.
+
+    The user writes each known name behind ``prefix``.
+    """
     words = [word for word in known if isinstance(word, str)]
     found = difflib.get_close_matches(name, words, n=1, cutoff=_CLOSE)
     if not found:

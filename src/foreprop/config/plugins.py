@@ -1,8 +1,8 @@
 """The user's codecs and optimizers: in modules that a setting names, or in installed packages.
 
-Servers are processes of their own, which know what they import. The modules of ``plugins`` are
-imported in each process and register there; an entry point is loaded when its name is asked for.
-Of an announcement nothing is imported: `foreprop server` takes its own environment's modules.
+Servers are processes of their own, and know only what they import. Each process imports the modules
+of ``plugins``, which register there; an entry point is loaded when its name is asked for. What
+workers announce is never imported: `foreprop server` takes the modules of its own environment.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from foreprop.errors import ConfigError
 
 CODECS, OPTIMIZERS = "foreprop.codecs", "foreprop.optimizers"
-"""Groups of entry points; their names are those of the codec and of the optimizer's class."""
+"""The groups of entry points; an entry has the name of the codec, or of the optimizer's class."""
 HOW = "name its module in plugins (FOREPROP_PLUGINS), or install a package with an entry point"
 
 
 def load_plugins(plugins: str | None) -> None:
-    """Import the modules of the setting; raises `ConfigError`. Again it does nothing."""
+    """Import the modules that the setting names, once; raises `ConfigError`."""
     for name in (plugins or "").split(","):
         if not name.strip():
             continue
@@ -34,7 +34,7 @@ def load_plugins(plugins: str | None) -> None:
 
 
 def maybe_missing(plugins: str | None) -> str | None:
-    """What a server says of modules that it has not; None if it has them all."""
+    """Why a server cannot import the modules; None if it has them all."""
     try:
         load_plugins(plugins)
     except ConfigError as error:
@@ -43,7 +43,7 @@ def maybe_missing(plugins: str | None) -> str | None:
 
 
 def maybe_installed(group: str, name: str) -> Any:
-    """What an installed package has under this name; None if there is none."""
+    """The codec or optimizer of this name in an installed package; None if there is none."""
     for entry in entry_points(group=group, name=name):
         try:
             return entry.load()

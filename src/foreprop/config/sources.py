@@ -13,7 +13,7 @@ from foreprop.config.settings import PRESETS, Config
 def resolve_with_sources(
     preset: str | None = None, /, **explicit: Any
 ) -> tuple[Config, dict[str, str]]:
-    """Like `Config.resolve`, and by name where the value came from."""
+    """The config that `Config.resolve` makes, and by setting where its value came from."""
     config = Config.resolve(preset, **explicit)
     environment = settings_from_environment(typing.get_type_hints(Config))
     name_of_preset = preset or preset_from_environment() or "p3"

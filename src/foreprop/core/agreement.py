@@ -1,4 +1,8 @@
-"""Whether a process agrees: its manifest is read, checked, and compared with another one's."""
+"""How two processes find out whether they agree: a manifest is decoded, checked and compared.
+
+The checks are what servers rely on: shapes, groups and counts that make sense, and only those
+combinations of settings that there are. Both decoders raise `RemoteProtocolError` for other bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from foreprop.core.decoding import decoded
 from foreprop.core.manifest import (
     ITEMSIZE_BYTES,
     MOST_PROCESSES,
@@ -17,22 +20,21 @@ from foreprop.core.manifest import (
     Manifest,
     RingManifest,
 )
+from foreprop.core.wire import decoded
 from foreprop.errors import RemoteProtocolError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+# made here: threads that use a type for the first time at once find it half-built (a crash)
 _DECODER = msgspec.json.Decoder(Manifest)
-"""Made here: threads that use a type for the first time at once find it half-built (a crash)."""
 _RING_DECODER = msgspec.json.Decoder(RingManifest)
 
 
 def decode_ring_manifest(data: bytes | memoryview) -> RingManifest:
-    """Raises `RemoteProtocolError` for bytes that are not a manifest."""
     return decoded(_RING_DECODER, data, "a manifest")
 
 
 def decode_manifest(data: bytes | memoryview) -> Manifest:
-    """Raises `RemoteProtocolError` for bytes that are not a manifest."""
     manifest = decoded(_DECODER, data, "a manifest")
     for info in manifest.parameters:
         if info.dtype not in ITEMSIZE_BYTES or any(extent < 0 for extent in info.shape):
@@ -58,13 +60,12 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
             f" {knobs}"
         )
     _check_packs(manifest)
-    _check_apart(manifest)
-    _check_counting(manifest)
+    _check_staleness(manifest)
+    _check_membership(manifest)
     return manifest
 
 
 def _check_packs(manifest: Manifest) -> None:
-    """Of parameters that share a slice: what each server relies on."""
     infos, packs = manifest.parameters, manifest.knobs.packs
     numbers = [number for pack in packs for number in pack]
     known = len(set(numbers)) == len(numbers) and all(0 <= n < len(infos) for n in numbers)
@@ -76,11 +77,11 @@ def _check_packs(manifest: Manifest) -> None:
         raise RemoteProtocolError(f"not a manifest: packs {packs} of {len(infos)} parameters")
 
 
-def _check_apart(manifest: Manifest) -> None:
-    """Of workers that may be apart: what each server relies on."""
+def _check_staleness(manifest: Manifest) -> None:
     knobs = manifest.knobs
     staleness, strength = knobs.staleness, knobs.delay_compensation
-    together = manifest.workers_per_push > 1 or knobs.compression or manifest.needs_norm
+    clips = manifest.serves and knobs.aggregation.clip_grad_norm is not None
+    together = manifest.workers_per_push > 1 or clips
     bounded = staleness == "async" or staleness >= 0
     if not (bounded and 0 <= strength < math.inf) or (staleness and together):
         raise RemoteProtocolError(
@@ -89,8 +90,7 @@ def _check_apart(manifest: Manifest) -> None:
         )
 
 
-def _check_counting(manifest: Manifest) -> None:
-    """Of workers that may not all count: what each server relies on."""
+def _check_membership(manifest: Manifest) -> None:
     knobs, backups = manifest.knobs, manifest.knobs.backup_workers
     kinds = (knobs.elastic, backups > 0, knobs.counted_replay)
     if knobs.max_workers and (not knobs.elastic or knobs.max_workers < manifest.world_size):
@@ -99,11 +99,9 @@ def _check_counting(manifest: Manifest) -> None:
         )
     if not any(kinds) and not backups:
         return
-    rows = any(info.rows for info in manifest.parameters)
-    codes = knobs.compression and (manifest.serves or backups > 0)
-    together = manifest.workers_per_push > 1 or codes or manifest.needs_norm
-    unfit = together or rows or knobs.staleness or knobs.reply != "broadcast"
-    if unfit or not 0 <= backups < manifest.world_size or sum(kinds) > 1:
+    unfit = manifest.workers_per_push > 1 or knobs.staleness or knobs.reply != "broadcast"
+    unfit = unfit or (knobs.elastic and (knobs.counted_replay or (backups and not manifest.serves)))
+    if unfit or not 0 <= backups < manifest.world_size:
         raise RemoteProtocolError(
             f"not a manifest: elastic {knobs.elastic}, backup_workers {backups} of"
             f" {manifest.world_size}, workers_per_push {manifest.workers_per_push}, {knobs}"
@@ -111,12 +109,10 @@ def _check_counting(manifest: Manifest) -> None:
 
 
 def describe_mismatch(ours: T, theirs: T, *, us: str, them: str) -> str | None:
-    """The first few differing fields with both sides' values; None if both agree."""
+    """The first five fields that differ, with both sides' values; None if both sides agree."""
+    differences = _differences("", msgspec.to_builtins(ours), msgspec.to_builtins(theirs))
     lines = [
-        f"{field}: {us} has {mine!r}, {them} has {other!r}"
-        for field, mine, other in _differences(
-            "", msgspec.to_builtins(ours), msgspec.to_builtins(theirs)
-        )
+        f"{field}: {us} has {mine!r}, {them} has {other!r}" for field, mine, other in differences
     ]
     if not lines:
         return None
@@ -126,7 +122,7 @@ def describe_mismatch(ours: T, theirs: T, *, us: str, them: str) -> str | None:
 
 _ABSENT = "nothing"
 REQUIRES_GRAD = "requires_grad"
-_AS_BEGUN = "as at the start"
+_INITIAL = "as at the start"
 
 
 def _differences(path: str, mine: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -140,7 +136,7 @@ def _differences(path: str, mine: Any, other: Any) -> Iterator[tuple[str, Any, A
         for i, (a, b) in enumerate(zip(mine, other, strict=True)):
             name = f" ({a['name']})" if path == "parameters" else ""
             yield from _differences(f"{path}[{i}]{name}", a, b)
-    elif mine != other and not (mine != mine and other != other):
+    elif mine != other and not (mine != mine and other != other):  # NaN agrees with NaN
         yield path, mine, other
 
 
@@ -158,15 +154,16 @@ def describe_groups(
     ours: Sequence[Mapping[str, Any]],
     theirs: Sequence[Mapping[str, Any]],
 ) -> str:
-    """How the second rank's settings differ from the first's; by parameter group."""
+    """How the optimizer's settings of two ranks differ; ``ours`` are those of the first rank."""
     first, rank = ranks
     for number, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         for name in dict.fromkeys((*a, *b)):
-            if a.get(name, _AS_BEGUN) != b.get(name, _AS_BEGUN):
+            mine, other = a.get(name, _INITIAL), b.get(name, _INITIAL)
+            if mine != other:
                 no_groups = name == SCALE or name.startswith(REQUIRES_GRAD)
                 whose = "" if no_groups else f" of parameter group {number}"
                 return (
-                    f"step {step}: {name}{whose} is {a.get(name, _AS_BEGUN)} on rank {first} and"
-                    f" {b.get(name, _AS_BEGUN)} on rank {rank}: every rank must set the same value"
+                    f"step {step}: {name}{whose} is {mine} on rank {first} and {other} on rank"
+                    f" {rank}: every rank must set the same value"
                 )
     return f"step {step}: ranks {first} and {rank} have different parameter groups"

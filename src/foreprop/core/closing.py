@@ -1,105 +1,113 @@
-"""Which pushes close a round of a slice, and whom it then answers: a server's closing rule.
+"""A server's closing rule: which pushes close a round of a slice, and whom the server then answers.
 
-Theory of operation. `core.server_machine` has the life of a slice: pushes are collected, closed,
-held at the barrier if there is one, combined and answered. What differs from session to session is
-a rule's. Here is that of every training that says nothing else, `AllMembers`: a round closes when
-every worker has pushed it, once, for the same step, and all are answered. Where others go on
-without some workers the rule is `core.firstmembers.FirstMembers`, where workers may be in different
-steps `core.staleness.BoundedStaleness`.
+Theory of operation. `core.server_machine` leads a slice through its life: pushes are collected,
+closed, held at the barrier if there is one, combined and answered. A rule decides what differs
+between sessions. The default is `AllMembers`: a round closes when every worker has pushed it, once,
+for the same step, and all are answered. Sessions that go on without some workers have
+`core.firstmembers.FirstMembers`, and those whose workers may be in different steps
+`core.staleness.BoundedStaleness`.
 
-Rules: steps of a slice increase. A worker that has said goodbye is not waited for: whoever still
-needs it makes the session fail with its name.
+Rules: steps of a slice increase. A worker that has said goodbye is not waited for: if anybody still
+needs its push, the session fails with its name.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from foreprop.core.collect import (
-    NEVER,
-    AnswerSlice,
-    Round,
-    SliceState,
-    UpdateSlice,
-    with_gradient,
-)
-from foreprop.core.frames import FailSession, Peers, PullArrived, PushArrived
+from foreprop.core.collect import NEVER, AnswerSlice, SliceState, UpdateSlice, with_gradient
+from foreprop.core.frames import FailSession, Peers, PullArrived, PushArrived, Round
 from foreprop.core.membership import Members
 from foreprop.core.wire import ROUND_SHIFT, Flag
 from foreprop.errors import RemoteProtocolError
 
 States = Mapping[int, SliceState]
-Handlers = Mapping[type, Callable[[Any], Sequence[Any]]]
+Handlers = dict[type, Callable[[Any], Sequence[Any]]]
 
 
 class RanksApart(RemoteProtocolError):
     """A push that does not fit the others', because the ranks' loops have done different things."""
 
 
-class ClosingRule(Protocol):
-    """Not thread-safe; `RemoteProtocolError` leaves everything as it was.
+class ClosingRule(abc.ABC):
+    """What a server's machine asks about its slices, whose ``states`` the rule keeps.
 
-    What it returns is done in this order. An `UpdateSlice` is a round that is closed, a
-    `MessageReady` a frame to be queued, `PullArrived` one to be answered as soon as it may be.
+    Each method returns instructions, which are followed in their order. `UpdateSlice` says that a
+    round is closed; `MessageReady` is a frame to queue; `PullArrived` is a pull to answer as soon
+    as that may be done. ``handlers`` are for the events that only this rule knows. Not thread-safe;
+    `RemoteProtocolError` leaves everything as it was.
     """
 
-    members: Members
-    handlers: Handlers
-    """Events that only this rule knows."""
-    may_be_apart: bool
+    steps_may_differ = False
     """Workers may be in different steps: rank 0's values are compared, and not taken."""
-    binds: bool
-    """The shell is to take the values of an answer at once, for they may change before it leaves:
-    `AnswerSlice`."""
-    passes_on: bool
+    binds = False
+    """The shell must copy an answer's values at once (`AnswerSlice`): they may change before the
+    answer leaves."""
+    passes_on = False
     """What is combined goes on to another server (`SERVER`), and so do rank 0's values."""
 
-    def begin(self, state: SliceState) -> None:
-        """Another slice is the server's."""
+    def __init__(self, states: States, peers: Peers, members: Members | None = None) -> None:
+        self.handlers: Handlers = {}
+        self.members = Members(peers.count) if members is None else members
+        self._states = states
+        self._peers = peers
+        for state in states.values():
+            self.begin(state)
 
+    def begin(self, state: SliceState) -> None:  # noqa: B027 - most have nothing to note
+        """Note that the server has another slice."""
+
+    @abc.abstractmethod
     def add(self, state: SliceState, push: PushArrived) -> Sequence[Any]:
-        """Note a push."""
+        """Note a push; it may close a round."""
 
+    @abc.abstractmethod
     def updated(self, state: SliceState, update: UpdateSlice, flags: int) -> Sequence[Any]:
-        """A closed round is done: who is to be answered, with these flags."""
+        """Note that a closed round is combined; returns who is to be answered with ``flags``."""
 
     def pull(self, state: SliceState, event: PullArrived) -> Sequence[Any]:
-        """Somebody asks for values."""
+        return [event]
 
+    @abc.abstractmethod
     def leave(self, rank: int) -> Sequence[Any]:
-        """A peer has said goodbye."""
+        """Note that a peer has said goodbye."""
 
     def can_spare(self, rank: int) -> bool:
         """Whether the session can go on without this peer."""
+        return False
 
+    @abc.abstractmethod
     def incomplete(self) -> list[tuple[int, int]]:
-        """Slices that some wait for, because others have not pushed: (slice, step)."""
+        """The slices, with their steps, that some peers wait for because others have not pushed."""
 
+    @abc.abstractmethod
     def missing(self, state: SliceState, step: int) -> list[int]:
-        """Whose pushes of this step are awaited."""
+        """The peers whose pushes of this step are awaited."""
 
+    @abc.abstractmethod
     def describe(self, state: SliceState, step: int) -> str:
-        """For whom the slice waits at this step, in words, or nothing."""
+        """Whom the slice waits for at this step, in words; empty if it waits for nobody."""
 
 
-def values_of_now(peers: Peers, state: SliceState, event: PullArrived) -> Sequence[AnswerSlice]:
-    """Where workers may be apart: for who is owed no answer. Raises `RemoteProtocolError`."""
-    rank, slice_, step, priority, _ = event
-    if step or rank in state.owed or state.done == NEVER:
+def check_owed_nothing(peers: Peers, state: SliceState, event: PullArrived) -> None:
+    """Raise `RemoteProtocolError` for a peer that asks for values while it is owed an answer."""
+    rank, slice_, step, *_ = event
+    if rank in state.owed or state.done == NEVER:
         raise RemoteProtocolError(
-            f"{peers.name(rank)} pulled slice {slice_} of step {step}; it may ask for the values"
-            " of now (step 0), when it is owed no answer"
+            f"{peers.name(rank)} pulled slice {slice_} after step {step}; it may ask for the values"
+            " of now, when it is owed no answer"
         )
-    return [AnswerSlice(slice_, 0, priority, (rank,))]
 
 
 def first_failure(states: States, of: Callable[[SliceState], list[FailSession]]) -> Sequence[Any]:
     return next((failure for failure in map(of, states.values()) if failure), [])
 
 
+# How pushes of one round may disagree, which only a difference between the ranks' loops explains.
 def split(peers: Peers, pushed: Mapping[int, int], flag: Flag) -> tuple[str, str] | None:
-    """Who has set the flag and who has not, in words; None if all agree."""
+    """The peers that have set the flag and those that have not, in words; None if all agree."""
     having = sorted(peer for peer, flags in pushed.items() if flags & flag)
     if len(having) in (0, len(pushed)):
         return None
@@ -109,7 +117,6 @@ def split(peers: Peers, pushed: Mapping[int, int], flag: Flag) -> tuple[str, str
 def unlike_values(
     peers: Peers, state: SliceState, step: int, pushed: Mapping[int, int]
 ) -> list[FailSession]:
-    """Fail if a round's parameter was changed by hand on some ranks only."""
     unlike = split(peers, pushed, Flag.VALUE_CHANGED)
     if unlike is None:
         return []
@@ -123,7 +130,6 @@ def unlike_values(
 def unlike_updates(
     peers: Peers, state: SliceState, step: int, pushed: Mapping[int, int]
 ) -> list[FailSession]:
-    """Fail if some workers update the parameter themselves, and others want it updated."""
     unlike = split(peers, pushed, Flag.GRADIENT)
     if unlike is None:
         return []
@@ -135,48 +141,44 @@ def unlike_updates(
     return [FailSession(reason, -1, step)]
 
 
-def lacking(peers: Peers, state: SliceState, peer: int, where: str) -> list[FailSession]:
-    """Fail, for this peer is somewhere else and the others need its push of the oldest round."""
+def missing_push(peers: Peers, state: SliceState, peer: int) -> list[FailSession]:
+    """The failure of a session whose oldest round needs a push of a peer that has left."""
     step = state.oldest[0]
     reason = (
-        f"{peers.name(peer)} {where}, but {peers.listed(sorted(state.collecting))} are at step"
-        f" {step} and need its gradient of {state.name}: all ranks must make the same number of"
-        " steps"
+        f"{peers.name(peer)} has left the session, but {peers.listed(sorted(state.collecting))}"
+        f" are at step {step} and need its gradient of {state.name}: all ranks must make the same"
+        " number of steps"
     )
     return [FailSession(reason, peer, step - 1)]
 
 
-class AllMembers:
-    """Every peer pushes every round. Of slices, or of shards of rows.
+class AllMembers(ClosingRule):
+    """A round closes when every peer has pushed it, and only then another one begins."""
 
-    ``ahead``: a peer may push a step before all have pushed the one before.
-    """
-
-    may_be_apart = binds = passes_on = False
-
-    def __init__(self, states: States, peers: Peers, *, ahead: bool = False) -> None:
-        self.handlers: Handlers = {}
-        self.members = Members(peers.count)
-        self._states = states
-        self._peers = peers
+    def __init__(self, states: States, peers: Peers) -> None:
+        super().__init__(states, peers)
         self._count = peers.count
         self._everybody = tuple(range(peers.count))
-        self._ahead = ahead
         self._left = self.members.left
 
-    def begin(self, state: SliceState) -> None:
-        """It has nothing of its own to note."""
-
-    def pull(self, state: SliceState, event: PullArrived) -> Sequence[Any]:
-        return [event]
-
     def add(self, state: SliceState, push: PushArrived) -> Sequence[Any]:
-        _, slice_, step, priority, any_flags = push
-        pushed = self.note(state, push, any_flags >> ROUND_SHIFT)
+        rank, slice_, step, priority, any_flags = push
+        at = (step, any_flags >> ROUND_SHIFT)
+        if rank in self._left or not 0 <= rank < self._count:
+            self.members.check_rank(rank)
+            raise self._refused(rank, f"{state.use} after its goodbye")
+        pushed = state.rounds.get(at)
+        if pushed is None:
+            if state.rounds or at <= state.done or not step:
+                raise self._misplaced(state, rank, at)
+            pushed = state.rounds[at] = {}
+        elif rank in pushed:
+            raise self._misplaced(state, rank, at)
+        pushed[rank] = any_flags
         if len(pushed) == 1 or priority < state.priority:
             state.priority = priority
         if len(pushed) < self._count:
-            return self.missing_for_ever(state)
+            return self._stuck(state)
         if len(set(pushed.values())) > 1:
             unlike = unlike_values(self._peers, state, step, pushed)
             unlike = unlike or unlike_updates(self._peers, state, step, pushed)
@@ -188,50 +190,22 @@ class AllMembers:
         gradient, measure = bool(any_flags & Flag.GRADIENT), bool(any_flags & Flag.MEASURE)
         return [UpdateSlice(slice_, step, ranks, gradient, measure)]
 
-    def note(self, state: SliceState, push: PushArrived, again: int = 0) -> dict[int, int]:
-        """Take a push of the step's round ``again``; returns the flags of all that are in."""
-        rank, _, step, _, flags = push
-        at = (step, again)
-        if rank in self._left or not 0 <= rank < self._count:
-            self.check_present(rank, state)
-        pushed = state.rounds.get(at)
-        if pushed is None:
-            is_past = at <= state.done or step in (0, state.updating)
-            if is_past or (state.rounds and not self._ahead):
-                raise self._misplaced(state, rank, at)
-            pushed = state.rounds[at] = {}
-        elif rank in pushed:
-            raise self._misplaced(state, rank, at)
-        pushed[rank] = flags
-        return pushed
-
     def updated(self, state: SliceState, update: UpdateSlice, flags: int) -> Sequence[Any]:
-        state.done = min(state.rounds)  # of one round: nobody was allowed to be ahead
+        state.done = min(state.rounds)  # there is one
         state.rounds.clear()
         slice_, step, _, is_average = update[:4]
         return [AnswerSlice(slice_, step, state.priority, self._everybody, flags, is_average)]
 
-    # What does not fit.
-    def check_present(self, rank: int, state: SliceState) -> None:
-        """Raises `RemoteProtocolError` for somebody unknown, or after the goodbye."""
-        self.members.check_rank(rank)
-        if rank in self._left:
-            raise self._refused(rank, f"{state.use} after its goodbye")
-
+    # Pushes that do not fit.
     def _misplaced(self, state: SliceState, rank: int, at: Round) -> RemoteProtocolError:
-        """What is wrong with a push that does not fit those that are in."""
-        here = at if self._ahead or not state.rounds else state.oldest
-        if rank in state.rounds.get(here, {}):
+        here = state.oldest if state.rounds else at
+        if rank in state.collecting:
             return self._refused(rank, f"pushed {state.what} twice in step {here[0]}")
-        step = at[0]
-        if step in (0, state.updating) or at <= state.done:
+        step, again = at
+        if not step or at <= state.done:
             past = f"which is past: step {state.done_step} is done"
             return self._refused(rank, f"pushed {state.what} for step {step}, {past}")
-        return self._unlike(state, rank, at, here)
-
-    def _unlike(self, state: SliceState, rank: int, at: Round, here: Round) -> RemoteProtocolError:
-        """Of a push that is not for the round that the others are in."""
-        (step, again), others = at, self._peers.listed(sorted(state.rounds[here]))
+        others = self._peers.listed(sorted(state.rounds[here]))
         who = self._peers.name(rank)
         if step != here[0]:
             return RanksApart(
@@ -248,15 +222,12 @@ class AllMembers:
     def _refused(self, rank: int, why: str) -> RemoteProtocolError:
         return RemoteProtocolError(f"{self._peers.name(rank)} {why}")
 
-    # Who is missing.
-    def is_full(self, pushed: Mapping[int, int]) -> bool:
-        return len(pushed) == self._count
-
+    # Peers that are missing.
     def incomplete(self) -> list[tuple[int, int]]:
         return [
             (number, state.oldest[0])
             for number, state in self._states.items()
-            if state.rounds and not self.is_full(state.collecting)
+            if state.rounds and len(state.collecting) < self._count
         ]
 
     def missing(self, state: SliceState, step: int) -> list[int]:
@@ -269,19 +240,13 @@ class AllMembers:
 
     def leave(self, rank: int) -> Sequence[Any]:
         self._left.add(rank)
-        return first_failure(self._states, self.missing_for_ever)
+        return first_failure(self._states, self._stuck)
 
-    def can_spare(self, rank: int) -> bool:
-        return False
-
-    def missing_for_ever(self, state: SliceState) -> list[FailSession]:
-        """Fail if somebody will never push what the others have pushed."""
-        if not self._left and len(state.rounds) < 2:
+    def _stuck(self, state: SliceState) -> list[FailSession]:
+        """The failure, if a peer has left without the push that the others wait for."""
+        if not self._left or not state.rounds:
             return []
-        for peer in self.missing(state, state.oldest[0]) if state.rounds else ():
-            ahead = [at for (at, _), pushed in state.rounds.items() if peer in pushed]
+        for peer in self.missing(state, state.oldest[0]):
             if peer in self._left:
-                return lacking(self._peers, state, peer, "has left the session")
-            if ahead:
-                return lacking(self._peers, state, peer, f"is at step {min(ahead)}")
+                return missing_push(self._peers, state, peer)
         return []

@@ -1,14 +1,16 @@
-"""What a codec is: fewer bytes for a slice, and what it keeps from step to step.
+"""A codec makes a slice fewer bytes; the setting ``compression`` chooses one for each parameter.
 
-Theory of operation. A worker encodes each slice of its gradient when its turn to be sent has come,
-the server decodes it before the sum in rank order. Where workers update, a server encodes the
-average, once for all, with error feedback of its own. Otherwise it encodes the *difference* between
-the new values and the image, the values that all workers have: of an exact codec the exclusive or
-of the bits, of another one the arithmetic difference. Both sides then move the image by what was
-decoded, so it is the same bits everywhere after every step. An error that stays between master and
-image is in the next difference: these replies need no error feedback.
+Theory of operation. A worker encodes a slice of its gradient when the slice's turn to be sent has
+come; the server decodes it before the sum in rank order. Where workers update, a server encodes the
+average, once for all of them, with error feedback of its own. Otherwise it encodes the *difference*
+between the new values and the image, the values that all workers have: the exclusive or of the bits
+with an exact codec, the arithmetic difference with another one. Both sides then move the image by
+what was decoded, so it has the same bits everywhere after every step. What is lost between the
+server's values and the image is in the next difference: these replies need no error feedback.
 
-The bytes are the shell's (`foreprop.compression`); ``Array`` is ``torch.Tensor`` there.
+The setting has *choices*, each a pattern of parameters' names (*, ?) and the codec of those that
+match; the first match counts. The bytes themselves are the shell's work
+(`foreprop.features.compression`); ``Array`` is ``torch.Tensor`` there.
 """
 
 from __future__ import annotations
@@ -19,33 +21,28 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from foreprop.errors import ConfigError
 
-NONE = "none"
-"""The codec of what is sent as it is."""
+NONE = "none"  # sent as it is
 EXACT = frozenset({NONE, "lossless"})
 """The codecs that change no bit."""
 AUTO = "auto"
 
 Choice = tuple[str, str]
-"""A pattern of parameters' names (*, ?), and the codec of those that match it."""
-
 Array = TypeVar("Array")
 
 
 def kind_of(name: str) -> str:
-    """``topk`` of ``topk:0.01``."""
+    """A codec's name without its parameter: ``topk`` for ``topk:0.01``."""
     return name.partition(":")[0]
 
 
 def takes(name: str, shape: Sequence[int]) -> bool:
-    """Whether the codec is for a parameter of this shape; others are sent as they are.
-
-    DGC leaves out biases and the weights of normalisations, which have one dimension.
-    """
+    """Whether the codec is for a parameter of this shape; others are sent as they are."""
+    # DGC leaves out biases and the weights of normalisations, which have one dimension
     return kind_of(name) != "dgc" or len(shape) > 1
 
 
 def lossy_names(shapes: Mapping[str, Sequence[int]], choices: Sequence[Choice]) -> set[str]:
-    """Of parameters' names those with a codec that changes what is sent; ``shapes``: by name."""
+    """The parameters whose codec changes what is sent; ``shapes`` are by name."""
     codecs = {name: codec_of(name, choices) for name in shapes}
     return {
         name for name in shapes if codecs[name] not in EXACT and takes(codecs[name], shapes[name])
@@ -53,7 +50,7 @@ def lossy_names(shapes: Mapping[str, Sequence[int]], choices: Sequence[Choice]) 
 
 
 def is_automatic(setting: object) -> bool:
-    """``auto``, or ``auto:int8``: codecs are chosen when some steps have been measured."""
+    # ``auto`` or ``auto:int8``: codecs are chosen when some steps have been measured
     return isinstance(setting, str) and kind_of(setting) == AUTO
 
 
@@ -65,9 +62,9 @@ def may_be_lossy(text: str) -> bool:
 
 
 def choices_of(text: str) -> tuple[Choice, ...]:
-    """The setting ``compression``: a codec for all, or PATTERN=CODEC, several with commas.
+    """What the setting ``compression`` says: a codec for all, or PATTERN=CODEC, with commas.
 
-    None yet if it `is_automatic`. Raises `ConfigError` for text that says neither.
+    There are no choices yet if it `is_automatic`. Raises `ConfigError` for any other text.
     """
     if is_automatic(text):
         return ()
@@ -87,59 +84,60 @@ def choices_of(text: str) -> tuple[Choice, ...]:
 
 
 def choices_text(choices: Iterable[Choice]) -> str:
-    """What `choices_of` reads as these; `NONE` if there are none."""
+    """The text that `choices_of` reads as these; `NONE` if there are none."""
     return ",".join(f"{pattern}={codec}" for pattern, codec in choices) or NONE
 
 
 def pattern_of(name: str) -> str:
-    """What a parameter's own choice says of its name, which may have a comma."""
-    return name.replace(",", "?")
+    return name.replace(",", "?")  # commas separate choices
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Only * and ? stand for others: a name may have brackets."""
-    return fnmatchcase(name, pattern.replace("[", "[[]"))
+    return fnmatchcase(name, pattern.replace("[", "[[]"))  # a name may have brackets
 
 
 def codec_of(name: str, choices: Sequence[Choice]) -> str:
-    """Of a parameter of this name: the first match counts; `NONE` if nothing matches."""
     return next((codec for pattern, codec in choices if matches(name, pattern)), NONE)
 
 
 def is_exact(choices: Sequence[Choice]) -> bool:
-    """Whether these codecs change no bit of what is trained."""
     return all(codec in EXACT for _, codec in choices)
 
 
 class Place(NamedTuple):
-    """Where a gradient comes from: what is drawn depends on nothing else."""
+    """Where a gradient comes from: a codec's random numbers depend on nothing else.
+
+    ``scale`` is the loss's, which the gradient is multiplied by: limits must be, too.
+    """
 
     step: int
     slice: int
     rank: int
     scale: float = 1.0
-    """Of the loss, that the gradient is multiplied with: limits are, too."""
 
 
 class Codec(Protocol[Array]):
     """Encodes flat float32 arrays. It has no state of its own: `new_state` is kept per slice.
 
-    What is not finite never becomes finite: of a codec that is not exact it may become NaN, and
-    make its whole slice NaN. The state does not remember it.
+    An ``exact`` codec gives back the same bits, NaN payloads included. With another one what is not
+    finite never becomes finite: it may become NaN, and make its whole slice NaN, but the state does
+    not remember it.
     """
 
     name: str
     exact: bool
-    """What is decoded has the bits of what was encoded, NaN payloads included."""
 
     def most_bytes(self, elems: int) -> int:
-        """No encoded array of so many elements is longer: what a receiver has room for."""
+        """The length that no encoded array of so many elements exceeds; receivers rely on it."""
 
     def new_state(self, elems: int) -> Mapping[str, Array]:
-        """Flat arrays of ``elems`` float32 elements by name, as of error feedback; may be empty."""
+        """What a sender keeps from step to step, such as error feedback; may be empty.
+
+        These are flat arrays of ``elems`` float32 elements, by name.
+        """
 
     def encode(self, values: Array, state: Mapping[str, Array], place: Place) -> memoryview:
-        """Does not change ``values``; changes ``state`` in place. Nobody writes to the result.
+        """The encoded array, to which nobody may write; changes ``state``, and never ``values``.
 
         With an empty ``state`` nothing is remembered: a server encodes its differences so.
         """

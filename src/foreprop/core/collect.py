@@ -1,6 +1,6 @@
-"""What a server knows of a slice, the words that only servers know, and how replies leave.
+"""A server's record of a slice, its own events and instructions, and the queue of its replies.
 
-Which pushes close a slice's round a closing rule decides (`core.closing`); slices, shards of rows
+A closing rule decides which pushes close a slice's round (`core.closing`). Slices, shards of rows
 and a node's sums have the same record (`SliceState`).
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from foreprop.core.frames import NO_TOKEN, MessageReady, Peers, PullArrived, SendFrame
+from foreprop.core.frames import NO_TOKEN, MessageReady, Peers, PullArrived, Round, SendFrame
 from foreprop.core.norm import SquareSum
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendLanes, Turns
 from foreprop.core.wire import Flag, Kind
@@ -19,10 +20,9 @@ from foreprop.errors import RemoteProtocolError
 
 # Events that only servers know.
 class SliceUpdated(NamedTuple):
-    """The update under way is done."""
+    """The update under way is done; ``squares`` are the average's by parameter, if asked for."""
 
     squares: tuple[SquareSum, ...] = ()
-    """Of the aggregated gradient by parameter in the slice, if it was to be measured."""
 
 
 class SliceSummed(NamedTuple):
@@ -38,25 +38,26 @@ class UpdateSlice(NamedTuple):
     ranks: tuple[int, ...]
     """The ranks that had a gradient, ascending; the others count as zeros. Empty: no update."""
     gradient: bool = False
-    """The workers update: the aggregated gradient is the answer, and the values stay."""
+    """The workers update: the average gradient is the answer, and the values stay."""
     measure: bool = False
-    """Say in `SliceUpdated` what its squares add up to."""
+    """Say in `SliceUpdated` what the average's squares add up to."""
     counted: tuple[int, ...] | None = None
     """Whose pushes have closed the round, with a gradient or without; None: everybody's."""
 
 
 class SumSlice(NamedTuple):
-    """Add up the gradients, and keep the sum for the update."""
+    """Add up the gradients, and keep the sum for the update; as `UpdateSlice` otherwise."""
 
     slice: int
     step: int
     ranks: tuple[int, ...]
+    counted: tuple[int, ...] | None = None
 
 
 class SendSquares(NamedTuple):
     """Tell every worker the sums of squares of all slices, in the order of their numbers.
 
-    Of a pack there is one for each of its parameters (`core.packs`).
+    A pack has one for each of its parameters (`core.slicing`).
     """
 
     step: int
@@ -72,21 +73,18 @@ class AnswerSlice(NamedTuple):
     ranks: tuple[int, ...]
     flags: int = 0
     is_average: bool = False
-    """Of the gradient: the values are as they were."""
+    """The answer is the average gradient: the values are as they were."""
 
 
 class DropPush(NamedTuple):
-    """The gradient that a rank has pushed of a slice is not counted."""
+    """Forget the gradient that a rank has pushed: it is not counted."""
 
     slice: int
     rank: int
+    step: int
 
 
 # What is known of a slice.
-Round = tuple[int, int]
-"""A step, and which of its rounds."""
-
-
 NEVER: Round = (-1, 0)
 
 
@@ -96,32 +94,31 @@ def check_giver(peers: Peers, peer: int) -> None:
         raise RemoteProtocolError(f"{peers.name(peer)} sent parameter values; only rank 0 may")
 
 
+@dataclass(slots=True, eq=False)
 class SliceState:
-    """What a server has of one slice or shard: pushes that are in, what is done, what is owed.
+    """What a server knows of one slice or shard: its pushes, what is done, and who is owed what.
 
-    ``what`` it is in messages; ``use`` is what nobody may do with it after a goodbye.
+    In messages ``what`` names it, and ``use`` is what nobody may do with it after a goodbye.
     """
 
-    __slots__ = "done last name number owed priority rounds updating use valued what".split()
-
-    def __init__(self, number: int, name: str, *, what: str, use: str, done: Round = NEVER) -> None:
-        self.number = number
-        self.name = name
-        self.what = what
-        self.use = use
-        self.done = done
-        """The last round that is in the values; step 0: those to begin from."""
-        self.rounds: dict[Round, dict[int, int]] = {}  # by round and peer: the push's flags
-        self.updating = 0
-        """The step that is closed, and not done; 0: none, or its round says so."""
-        self.priority = 0
-        """The most urgent that a push of the open round has carried."""
-        self.valued = -1
-        """The last step that rank 0 has sent values for."""
-        self.last: list[Round] = []
-        """By peer, the last round that it has pushed, if a rule looks at each by itself."""
-        self.owed: dict[int, tuple[int, int]] = {}
-        """Likewise, who has pushed and is not answered: step and priority."""
+    number: int
+    name: str
+    what: str = field(kw_only=True)
+    use: str = field(kw_only=True)
+    done: Round = field(default=NEVER, kw_only=True)
+    """The last round that is in the values; step 0: the values to begin from."""
+    rounds: dict[Round, dict[int, int]] = field(default_factory=dict)
+    """The pushes' flags, by round and peer."""
+    updating: int = 0
+    """The step that is closed and not done; 0: none, or the rule sees that from `rounds`."""
+    priority: int = 0
+    """The most urgent that a push of the open round has carried."""
+    valued: int = -1
+    """The last step that rank 0 has sent values for."""
+    last: list[Round] = field(default_factory=list)
+    """The last round that each peer has pushed, in a rule that knows each by itself."""
+    owed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """The step and priority of each peer that has pushed and is not answered."""
 
     @property
     def done_step(self) -> int:
@@ -142,7 +139,7 @@ class SliceState:
         return next((pushed for (s, _), pushed in self.rounds.items() if s == step), {})
 
     def take_values(self, step: int, pushed: Mapping[int, int]) -> None:
-        """Rank 0 has sent them; it must not be among who has ``pushed``, or is owed an answer.
+        """Note that rank 0 has sent values, which it must do before it has ``pushed``.
 
         `RemoteProtocolError` leaves everything as it was.
         """
@@ -155,16 +152,11 @@ class SliceState:
 
 
 def with_gradient(pushed: Mapping[int, int]) -> tuple[int, ...]:
-    """The peers that had a gradient, ascending."""
-    having = []
-    for peer in sorted(pushed):
-        if not pushed[peer] & Flag.NO_GRADIENT:
-            having.append(peer)
-    return tuple(having)
+    return tuple(peer for peer in sorted(pushed) if not pushed[peer] & Flag.NO_GRADIENT)
 
 
 class Replies:
-    """Queues a server's frames and remembers who waits for which slice. Not thread-safe."""
+    """A server's send queue, and the pulls that wait for an update. Not thread-safe."""
 
     def __init__(
         self, peers: Peers, *, order: Order, reply: Reply, turns: Turns = USUAL_TURNS
@@ -173,12 +165,12 @@ class Replies:
         self._peers = peers
         self._reply = reply
         self._pulls: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        """By slice: rank and step of the pulls that came before the update."""
+        """The rank and step of each pull that came before the update, by slice."""
         self._unchanged: dict[int, int] = {}
-        """By slice: the flag, if there is no average to be pulled, as no rank had a gradient."""
+        """`Flag.UNCHANGED` by slice, where no rank had a gradient and no average can be pulled."""
 
     def describe(self, slice_: int) -> str:
-        """What of an updated slice is still queued, in words."""
+        """Which replies of an updated slice are still queued, in words."""
         kinds = (Kind.REPLY, Kind.NOTIFY)
         queued = [f for f in self.lanes.items() if f.slice == slice_ and f.kind in kinds]
         if not queued:
@@ -186,7 +178,7 @@ class Replies:
         return f"replies still queued for {self._peers.listed(sorted(f.peer for f in queued))}"
 
     def pull(self, event: PullArrived, state: SliceState) -> None:
-        """Reply, or as soon as the update is done. `RemoteProtocolError` leaves all as it was."""
+        """Reply now, or when the update is done. `RemoteProtocolError` leaves all as it was."""
         rank, slice_, step, priority, _ = event
         what = f"{self._peers.name(rank)} pulled slice {slice_}"
         if self._reply == "broadcast":

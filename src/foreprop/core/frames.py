@@ -1,12 +1,13 @@
-"""The words of workers, servers and relays: their names, frames, events, and instructions.
+"""The events and instructions of the protocol's machines, and the names of their peers.
 
-Theory of operation. A machine is told events, in the past tense, and answers with instructions, in
-the imperative. What means the same to several machines has one name. What only servers know stands
-in `core.collect`, and what only relays, rows or rings know beside their machines.
+Theory of operation. A machine gets events, in the past tense, and answers with instructions, in the
+imperative. What means the same to several machines has one name, and stands here. The events and
+instructions that only servers know are in `core.collect`; those of relays, rows or rings stand
+beside their machines.
 
 A ``rank`` is the number that a server knows a worker or a relay by (`Peers`): without local
 aggregation, a worker's rank. A ``slice`` is the number of a slice, or of a shard of rows: they do
-not collide.
+not collide. A ``token`` names a payload that the shell keeps.
 """
 
 from __future__ import annotations
@@ -14,24 +15,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from foreprop.errors import RemoteProtocolError
-
-if TYPE_CHECKING:
-    from foreprop.core.norm import SquareSum
 
 CONTROL_PRIORITY = -1
 LAST_PRIORITY = 2**31 - 1
 NO_TOKEN = -1
 RESTS = (-1, 0)
-"""Claimed by who has come later, of a slice that it has never pushed: see `core.takeover`."""
+"""What a newcomer claims for a slice that it has never pushed (`core.takeover`)."""
+Round = tuple[int, int]
+"""A step, and which of its rounds."""
 PACE_STEPS = 8
-"""So often workers tell how long their steps took (`core.lateness`)."""
+"""Every so many steps workers report how long these took (`core.lateness`)."""
 
 
 class Stage(Enum):
-    """What a slice passes, in this order: for traces and messages; see docs/path.md."""
+    """The stages of a slice's step, in their order, for traces and messages; see docs/path.md."""
 
     GRADIENT_READY = "gradient_ready"
     PUSH_QUEUED = "push_queued"
@@ -44,23 +44,22 @@ class Stage(Enum):
     PARAMETER_READY = "parameter_ready"
 
 
-# Who pushes to a server or a relay, and what they are called in messages.
+# The peers of a server or a relay.
 SERVER = -1
-"""In the place of a peer's number: a relay's server."""
+"""A relay's server, in the place of a peer's number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
     """Workers, or relays that each stand for a node's workers; numbered in the order of sums.
 
-    A machine knows them by these numbers, the wire by the rank of their first worker.
+    A machine knows a peer by this number, the wire by the first of its ``ranks``. The ``absent``
+    are not waited for: they had left before (`core.takeover`), or may join later.
     """
 
     ranks: tuple[range, ...]
-    """By number: the ranks that it stands for."""
     are_nodes: bool = False
     absent: frozenset[int] = frozenset()
-    """Those that are not awaited: they had gone before (`core.takeover`), or come later."""
 
     @property
     def count(self) -> int:
@@ -68,7 +67,6 @@ class Peers:
 
     @property
     def present(self) -> list[int]:
-        """The numbers of who comes."""
         return [peer for peer in range(len(self.ranks)) if peer not in self.absent]
 
     def first_rank(self, peer: int) -> int:
@@ -105,7 +103,7 @@ def _ranks(ranks: range | list[int]) -> str:
 
 
 def each_worker(world_size: int, started: int | None = None) -> Peers:
-    """Every worker by itself; of an elastic world the first ``started`` are there at the start."""
+    """Peers that are one worker each; the first ``started`` of an elastic world start it."""
     later = range(world_size if started is None else started, world_size)
     return Peers(tuple(range(n, n + 1) for n in range(world_size)), absent=frozenset(later))
 
@@ -121,7 +119,7 @@ def nodes(world_size: int, workers_per_node: int) -> Peers:
 
 # Events: what has happened.
 class MessageReady(NamedTuple):
-    """A control frame; the payload stays with the shell under ``token``."""
+    """A control frame is to be sent."""
 
     peer: int
     kind: int
@@ -137,7 +135,7 @@ class FrameSent(NamedTuple):
 
 
 class GradientReady(NamedTuple):
-    """Its gradient is there, or it is certain that this step has none."""
+    """A parameter has its gradient, or it is certain that it has none in this step."""
 
     parameter: int
     step: int
@@ -147,7 +145,7 @@ class GradientReady(NamedTuple):
 
 
 class PushArrived(NamedTuple):
-    """The gradient of a slice, or the last part of one of a shard."""
+    """The gradient of a slice is in, or the last part of a shard's."""
 
     rank: int
     slice: int
@@ -157,33 +155,36 @@ class PushArrived(NamedTuple):
 
 
 class ValueArrived(NamedTuple):
-    """The values of a slice, or the last part of those of a shard."""
+    """The values of a slice are in, or the last part of a shard's.
+
+    To a relay they may come from its `SERVER`, in the place of a ``rank``.
+    """
 
     rank: int
-    """`SERVER` for a relay that has them from there."""
     slice: int
     step: int
     priority: int
 
 
 class PullArrived(NamedTuple):
-    """Somebody wants the values as they are after this step."""
+    """A peer wants the values as they are after this step; ``request`` names a pull of rows."""
 
     rank: int
     slice: int
     step: int
     priority: int
     request: int = 0
-    """With rows: the number that the worker knows the pull by."""
 
 
 class ReplyArrived(NamedTuple):
-    """A slice's values, or word that they are unchanged."""
+    """A slice's values or average are in, or word that nothing has changed.
+
+    To a relay they come from ``server`` `SERVER`: it has only one.
+    """
 
     slice: int
     step: int
     server: int
-    """`SERVER` for a relay, which has only one."""
     priority: int = 0
     flags: int = 0
 
@@ -198,24 +199,26 @@ class NotifyArrived(NamedTuple):
 
 
 class NormArrived(NamedTuple):
-    """The global norm of all gradients of a step is known."""
+    """The global norm of all gradients of a step is known; ``rank`` has sent it.
+
+    With ``skip`` nothing is updated in this step. The ``norm`` itself is for a ring's updates: a
+    server's shell keeps it.
+    """
 
     rank: int
-    """Who has sent it; only rank 0 may."""
     step: int
     skip: bool = False
-    """Nothing is to be updated in this step."""
     norm: float = 0.0
-    """For a ring, which hands it to its updates; a server's shell keeps it."""
 
 
 class PrioritiesLearned(NamedTuple):
+    """The parameters are first used in this order in the forward pass."""
+
     order: tuple[int, ...]
-    """The parameters in the order of their first use in the forward pass."""
 
 
 class PeerLeft(NamedTuple):
-    """This worker or relay has said goodbye."""
+    """A worker or relay has said goodbye."""
 
     rank: int
 
@@ -226,11 +229,11 @@ class Closing(NamedTuple):
 
 # Events that only workers know.
 class ValuesOffered(NamedTuple):
-    """Rank 0 at the start: every slice's values go to the servers as step 0."""
+    """The session starts, and this is rank 0: every slice's values go to the servers as step 0."""
 
 
 class ValuesAwaited(NamedTuple):
-    """All slices come from the servers: at the start as step 0, to a newcomer as a later one."""
+    """The servers send all slices: at the start as step 0, to a newcomer as a later one."""
 
     step: int = 0
 
@@ -242,21 +245,23 @@ class CameAfter(NamedTuple):
 
 
 class SlicesLost(NamedTuple):
-    """A server is gone, and these slices are not to be pushed before they are settled."""
+    """A server is lost, and its slices may not be pushed to their next ``owners`` yet.
 
-    server: int
+    Without a ``server`` they move instead, between two rounds, from any servers.
+    """
+
+    server: int | None
     owners: Mapping[int, int]
-    """By slice: the server that has it next."""
 
 
 class SlicesGoOn(NamedTuple):
-    """These go on at their owners, after these rounds."""
+    """These slices go on at their owners, after these rounds."""
 
     rounds: Mapping[int, tuple[int, int]]
 
 
 class PullsDue(NamedTuple):
-    """The next step starts: with ``reply="pull"`` now is the time to ask for the parameters."""
+    """The next step starts: with ``reply="pull"`` it is time to ask for the parameters."""
 
 
 # Instructions: what the shell is to do.
@@ -270,13 +275,6 @@ class SendFrame(NamedTuple):
     token: int
 
 
-class SendNormPart(NamedTuple):
-    """Send rank 0 this part of the sum of the squares of a step's gradients."""
-
-    step: int
-    part: SquareSum
-
-
 class InstallValue(NamedTuple):
     """Take the received values as the parameters (start of the session)."""
 
@@ -284,20 +282,19 @@ class InstallValue(NamedTuple):
 
 
 class CompleteParameter(NamedTuple):
-    """Whoever waits for the parameter may go on."""
+    """Let whoever waits for the parameter go on."""
 
     parameter: int
     step: int
 
 
 class FailSession(NamedTuple):
-    """End the session for this reason."""
+    """End the session for this reason; ``rank`` is to blame, or nobody if it is -1."""
 
     reason: str
     rank: int
-    """Who is to blame, or -1."""
     step: int
 
 
 class Finish(NamedTuple):
-    """All is done, and everybody has said goodbye who should: end."""
+    """End: all is done, and all peers that should have said goodbye."""

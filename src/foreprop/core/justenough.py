@@ -1,64 +1,65 @@
-"""The least lossy codec for each parameter with which it is back in time: ``compression="auto"``.
+"""``compression="auto"``: for each parameter the least lossy codec with which it is back in time.
 
 Theory of operation. A parameter's bytes may pass from when its gradient is ready until the next
-forward pass uses it. What is used sooner has its gradient later, so these windows are nested: that
-of parameter k has those of 1..k-1 inside. Links that send the most urgent first therefore keep
+forward pass uses it. What is used sooner has its gradient later, so these windows are nested: the
+window of parameter k contains those of 1..k-1. Links that send the most urgent first therefore keep
 every deadline exactly if, for each k, what parameters 1..k put on the busiest resource fits into
 window k (Horn 1974, earliest deadline first: preemptive, on one machine with release times).
 All windows may be longer by what the step is allowed to be longer than its compute.
 
-Where parameters 1..k do not fit, one of them is raised to a codec with fewer bytes: that which buys
-most seconds per loss, and of equals the smallest that is enough. In the end whatever raise is not
-needed is taken back. Codecs that would keep processors busier than they spare the link are no
-raise.
+Where parameters 1..k do not fit, one of them is *raised* to a codec with fewer bytes: by the raise
+that saves most seconds per loss, and of equal ones the smallest that is enough. In the end raises
+that are not needed are taken back. A codec that keeps processors busy for longer than it spares the
+link is no raise.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from foreprop.core.codec import NONE, kind_of
 from foreprop.core.codecfacts import LOSSLESS, Coded, KnownCodec, codec_named
-from foreprop.core.raises import Raises
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 
 TOLERANCE = 0.04
-"""Of the compute: so much longer a predicted step may be before anything is made less exact. Real
+"""How much longer a predicted step may be than the compute before anything is made less exact. Real
 ones are up to 0.01 longer than predicted, and are to be within 0.05."""
 MOST_CORES = 4
-"""Threads that encode or decode at once in a process, one for each peer."""
+"""How many threads of a process encode or decode at once: one for each peer."""
 _ROUNDING_S = 1e-12
-_ABOUT_S = 1e-9
-"""By which sums in another order may differ, and more."""
+_ABOUT_S = 1e-9  # more than sums in another order differ by
 _PACES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
-"""Of the links' rate what is counted on: what is urgent waits behind less on links that idle."""
+"""Shares of the links' rate to count on: what is urgent waits for less on idle links."""
 _WORTHWHILE = 1 / 1.02
-"""Of the exact step: a choice with steps no shorter than that is not worth its loss."""
+"""The share of the exact step that a choice must be below to be worth its loss."""
 _AS_QUICK = 1.01
 
 
 class Need(NamedTuple):
-    """A parameter, in the order of first use, and when its bytes may pass."""
+    """A parameter, in the order of first use, and when its bytes may pass.
+
+    Its gradient is ready at ``ready_s`` after the backward pass began; the next forward pass uses
+    it at ``needed_s``, on the same clock, if nothing is waited for.
+    """
 
     elems: int
     ready_s: float
-    """When its gradient is there, since the backward pass began."""
     needed_s: float
-    """When the next forward pass uses it if nothing is waited for, on the same clock."""
     stays_exact: bool = False
     """Only exact codecs may be taken, as for biases and norms: they are small, and need it most."""
     lossless_share: float | None = None
-    """What the exact codec has left of its bytes, if that was measured."""
+    """The share of its bytes that the lossless codec keeps, if that was measured."""
 
     def own(self, codec: KnownCodec) -> KnownCodec:
-        """The codec as it is for this parameter."""
+        """The codec with what was measured of this parameter."""
         if self.lossless_share is None or kind_of(codec.name) != LOSSLESS:
             return codec
         return codec_named(f"{LOSSLESS}:{min(1.0, max(1e-4, self.lossless_share)):.4f}")
@@ -66,23 +67,24 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carriers:
-    """What the bytes of a step pass, and what encodes them. Raises `ConfigError`."""
+    """The links that a step's bytes pass, and the cores that encode them. Raises `ConfigError`.
+
+    A node is a machine with workers, which push once together. ``rate_bytes_per_s`` is what its
+    link carries each way, without the headers of packets; without ``dedicated_servers`` there is
+    one server beside the workers of each node. ``cpu`` is how many times as fast as the table's
+    (`core.codecfacts`) a core is, and ``cores`` how many of a machine encode and decode at once.
+    """
 
     rate_bytes_per_s: float
-    """Of each node's link, each way, headers of packets taken off."""
     nodes: int
-    """Machines with workers, whose pushes are one each."""
     dedicated_servers: int = 0
-    """0: a server beside the workers of each node."""
     server_rate_bytes_per_s: float | None = None
-    """Of a dedicated server's link, if it is another one."""
+    """What a dedicated server's link carries, if that is another rate."""
     slice_elems: int
     round_trip_s: float = 0.0
-    """From the last byte of a gradient to its new values, links' time left out."""
+    """The time from a gradient's last byte to its new values, without the links' time."""
     cpu: float = 1.0
-    """How many times as fast as the table's (`core.codecfacts`) a core is."""
     cores: float = 1.0
-    """That may encode and decode at once, of each machine."""
 
     def __post_init__(self) -> None:
         for name in ("rate_bytes_per_s", "server_rate_bytes_per_s", "cpu", "cores"):
@@ -95,7 +97,6 @@ class Carriers:
                 raise ConfigError(f"{name} is {getattr(self, name)}; at least {least}")
 
     def slowed(self, pace: float) -> Carriers:
-        """With links of this share of the rate."""
         server_rate = self.server_rate_bytes_per_s
         return replace(
             self,
@@ -104,7 +105,7 @@ class Carriers:
         )
 
     def load_s(self, elems: int, codec: KnownCodec) -> float:
-        """How long a step keeps the busiest resource busy with so many elements."""
+        """How long so many elements keep the busiest resource busy in a step."""
         whole, rest = divmod(elems, self.slice_elems)
         full = codec.coded(self.slice_elems, ranks=self.nodes, cpu=self.cpu)
         last = codec.coded(rest, ranks=self.nodes, cpu=self.cpu)
@@ -117,10 +118,15 @@ class Carriers:
             whole * full.encode_s + last.encode_s,
             whole * full.decode_s + last.decode_s,
         )
-        return max(self._link_s(work), self._cpu_s(work) / self.cores)
+        # workers encode all gradients and decode all replies; servers decode all workers' pushes
+        worker_s = work.encode_s + work.decode_s
+        servers = self.dedicated_servers or self.nodes
+        server_s = (self.nodes * work.decode_s + work.encode_s) / servers
+        cpu_s = max(worker_s, server_s) if self.dedicated_servers else worker_s + server_s
+        return max(self._link_s(work), cpu_s / self.cores)
 
     def _link_s(self, work: Coded) -> float:
-        """Full duplex; beside workers pushes and replies share both directions."""
+        # links are full duplex; with servers beside workers, pushes and replies share each way
         if not self.dedicated_servers:
             others = (self.nodes - 1) / self.nodes
             return others * (work.push_bytes + work.reply_bytes) / self.rate_bytes_per_s
@@ -129,20 +135,12 @@ class Carriers:
         server_s = self.nodes * most_bytes / self.dedicated_servers / server_rate
         return max(most_bytes / self.rate_bytes_per_s, server_s)
 
-    def _cpu_s(self, work: Coded) -> float:
-        """Workers encode all gradients and decode all replies; servers decode what all push."""
-        worker_s = work.encode_s + work.decode_s
-        servers = self.dedicated_servers or self.nodes
-        server_s = (self.nodes * work.decode_s + work.encode_s) / servers
-        return max(worker_s, server_s) if self.dedicated_servers else worker_s + server_s
-
 
 class Enough(NamedTuple):
-    """A codec for each parameter, and the step that follows."""
+    """A codec for each parameter, and the step that the windows alone allow with them."""
 
     codecs: tuple[KnownCodec, ...]
     step_s: float
-    """By the windows alone; at least the compute."""
     compute_s: float
     elems: tuple[int, ...]
 
@@ -152,25 +150,24 @@ class Enough(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Of an element, on average."""
         pairs = zip(self.codecs, self.elems, strict=True)
         return sum(codec.loss * elems for codec, elems in pairs) / max(1, sum(self.elems))
 
     @property
     def sentence(self) -> str:
-        """As ``31% of the bytes in int8, the rest exact; step 0.182 s, 0.99 of it compute``."""
+        """Like ``31% of the bytes in int8, the rest exact; step 0.182 s, 0.99 of it compute``."""
         busy = self.compute_s / self.step_s if self.step_s else 1.0
         shares = shares_text(self.codecs, self.elems)
         return f"{shares}; step {self.step_s:.3f} s, {busy:.2f} of it compute"
 
 
 def shares_text(codecs: Sequence[KnownCodec], elems: Sequence[int]) -> str:
-    """What share of the model's bytes goes by which codec; float32 as it is is not named."""
+    """The share of the model's bytes that each codec has, in words; raw bytes are not named."""
     count: Counter[str] = Counter()
     loss: dict[str, float] = {}
     of_one_name = len({codec.name for codec in codecs}) == 1
     for codec, size in zip(codecs, elems, strict=True):
-        # what a lossless codec leaves differs by array
+        # the share that a lossless codec keeps, which its name may have, differs by array
         name = codec.name if of_one_name else codec.session_name
         count[name] += size
         loss[name] = codec.loss
@@ -178,37 +175,31 @@ def shares_text(codecs: Sequence[KnownCodec], elems: Sequence[int]) -> str:
     if not coded:
         return "all of the bytes as they are"
     whole = max(1, sum(elems))
-    parts = [f"{_percent(count[name] / whole)} of the bytes in {name}" for name in coded]
+    parts = []
+    for name in coded:
+        share = count[name] / whole
+        # never rounded to nothing or to all
+        percent = "less than 1%" if share < 0.01 else f"{min(share, 0.99):.0%}"
+        parts.append(f"{'all' if share == 1 else percent} of the bytes in {name}")
     if all(codec.facts.exact for codec in codecs):
         return ", ".join(parts) + ", which is exact"
     rest = sum(count.values()) > sum(count[name] for name in coded)
     return ", ".join(parts) + ", the rest exact" * rest
 
 
-def _percent(share: float) -> str:
-    """Not all, and not nothing, if it is not."""
-    if share == 1:
-        return "all"
-    return "less than 1%" if share < 0.01 else f"{min(share, 0.99):.0%}"
-
-
 def just_enough(
-    needs: Sequence[Need],
-    carriers: Carriers,
-    allowed: Sequence[KnownCodec],
-    *,
-    compute_s: float,
-    tolerance: float = TOLERANCE,
+    needs: Sequence[Need], carriers: Carriers, allowed: Sequence[KnownCodec], *, compute_s: float
 ) -> Enough:
-    """A codec of ``allowed`` for each parameter, the least lossy with which all are back in time.
+    """The least lossy codec of ``allowed`` for each parameter with which all are back in time.
 
-    ``allowed`` in the order of loss, the first one exact. In time: the step takes no longer than
-    the compute and ``tolerance`` of it; or, if no choice is so quick, than the quickest one.
-    Raises `ConfigError` for an empty or unordered ``allowed`` and parameters out of order.
+    ``allowed`` is in the order of loss, and the first one is exact. In time means that the step
+    takes no longer than the compute and `TOLERANCE` of it; or, if no choice is so quick, than the
+    quickest one. Raises `ConfigError` for an empty or unordered ``allowed`` and for parameters that
+    are not in the order of first use.
     """
     _check(needs, allowed)
     choice = _Choice(needs, carriers, allowed)
-    allowance_s = max(tolerance * compute_s, choice.least_excess_s())
+    allowance_s = max(TOLERANCE * compute_s, choice.least_excess_s())
     for last in range(len(needs)):
         choice.make_fit(last, allowance_s)
     choice.take_back(allowance_s)
@@ -227,13 +218,14 @@ def checked_enough(
     *,
     compute_s: float,
     step_s: Callable[[Sequence[KnownCodec]], float],
+    tolerance: float = TOLERANCE,
 ) -> Enough:
-    """`just_enough` by the steps that ``step_s`` gives: a model or a simulation, with queues.
+    """`just_enough`, checked by ``step_s``: a model or a simulation that knows queues.
 
-    If a step comes out too long, the choice is made again as for slower links. If all do, one codec
-    for all is tried, too, and it is the least lossy of the quickest. All stays exact where
-    exact steps are within `TOLERANCE` of the compute, or hardly longer than the best choice's. The
-    result's step is ``step_s``'s.
+    If ``step_s`` finds a step too long, the choice is made again as for slower links. If all are
+    too long, one codec for all is tried, too, and the least lossy of the quickest is taken. All
+    stays exact where exact steps are within ``tolerance`` of the compute, or hardly longer than the
+    best choice's. The result has the step that ``step_s`` gives.
     """
     elems = tuple(need.elems for need in needs)
     exact = tuple(allowed[:1]) * len(needs)
@@ -241,9 +233,13 @@ def checked_enough(
     for codecs in chain([exact], _choices(needs, carriers, allowed, compute_s)):
         if all(codecs != each.codecs for each in tried):
             tried.append(Enough(codecs, step_s(codecs), compute_s, elems))
-        if tried[-1].step_s <= (1 + TOLERANCE) * compute_s:
+        if tried[-1].step_s <= (1 + tolerance) * compute_s:
             return tried[-1]
-    return _best(tried)
+    # the least lossy of the quickest, if it is worth it; the first is exact
+    quickest_s = min(each.step_s for each in tried)
+    if quickest_s > _WORTHWHILE * tried[0].step_s:
+        return tried[0]
+    return min((e for e in tried if e.step_s <= _AS_QUICK * quickest_s), key=lambda e: e.loss)
 
 
 def _choices(
@@ -256,15 +252,6 @@ def _choices(
             need.own(codec if codec.facts.exact or not need.stays_exact else allowed[0])
             for need in needs
         )
-
-
-def _best(tried: Sequence[Enough]) -> Enough:
-    """The least lossy of the quickest, if it is worth it; the first is exact."""
-    quickest_s = min(each.step_s for each in tried)
-    if quickest_s > _WORTHWHILE * tried[0].step_s:
-        return tried[0]
-    good = [each for each in tried if each.step_s <= _AS_QUICK * quickest_s]
-    return min(good, key=lambda each: each.loss)
 
 
 def _check(needs: Sequence[Need], allowed: Sequence[KnownCodec]) -> None:
@@ -282,8 +269,112 @@ def _check(needs: Sequence[Need], allowed: Sequence[KnownCodec]) -> None:
         raise ConfigError("needs are not in the order of first use: needed_s must not fall")
 
 
+# Which parameter to raise next: the one that saves most seconds per loss.
+AS_GOOD = 0.5
+"""Raises that save at least this share of the best one's seconds per loss are as good."""
+_ENDLESS = 1 << 20  # the octave of a raise that loses nothing
+
+T = TypeVar("T", "Raise", float)
+
+
+class Raise(NamedTuple):
+    """A codec with fewer bytes for a parameter; ``level`` is its place among those allowed.
+
+    Raises are in the order of what they save; of equal ones the later parameter comes first.
+    """
+
+    saved_s: float
+    minus_parameter: int
+    level: int
+    per_loss: float
+
+    @property
+    def parameter(self) -> int:
+        return -self.minus_parameter
+
+
+_saved_s = operator.attrgetter("saved_s")
+
+
+class Raises:
+    """The raises that are possible now. Not thread-safe.
+
+    They are kept by the octave of what they save per loss, and in each octave by the seconds that
+    they save. Those at least half as good as the best one are then all of its octave, and some of
+    the octave below. So the next one is found at once among thousands of parameters.
+    """
+
+    def __init__(self) -> None:
+        self._octaves: dict[int, list[Raise]] = {}
+        self._worths: dict[int, list[float]] = {}  # seconds per loss, rising, by octave
+        self._own: dict[int, list[Raise]] = {}  # by parameter
+
+    def put(self, parameter: int, levels: Iterable[tuple[int, float, float]]) -> None:
+        """Set the parameter's raises: level, seconds saved, and seconds saved per loss."""
+        for each in self._own.pop(parameter, ()):
+            octave = _octave_of(each)
+            _remove(self._octaves, octave, each)
+            _remove(self._worths, octave, each.per_loss)
+        self._own[parameter] = own = [
+            Raise(saved_s, -parameter, level, per_loss) for level, saved_s, per_loss in levels
+        ]
+        for each in own:
+            octave = _octave_of(each)
+            insort(self._octaves.setdefault(octave, []), each)
+            insort(self._worths.setdefault(octave, []), each.per_loss)
+
+    def maybe_best(self, missing_s: float) -> Raise | None:
+        """The smallest raise that is enough, or else the largest, of those as good as the best."""
+        if not self._octaves:
+            return None
+        octave = max(self._octaves)
+        least = AS_GOOD * self._worths[octave][-1]
+        lower = self._octaves.get(octave - 1, [])
+        both = [self._octaves[octave], lower]
+        enough = [each for kept in both for each in _smallest(kept, missing_s, least)]
+        if enough:
+            return min(enough)
+        largest = [each for kept in both for each in _largest(kept, least)]
+        return max(largest, key=lambda each: (each.saved_s, each.parameter))
+
+
+def _octave_of(each: Raise) -> int:
+    return _ENDLESS if each.per_loss == math.inf else math.frexp(each.per_loss)[1]
+
+
+def _remove(by_octave: dict[int, list[T]], octave: int, value: T) -> None:
+    kept = by_octave[octave]
+    del kept[bisect_left(kept, value)]
+    if not kept:
+        del by_octave[octave]
+
+
+def _smallest(kept: list[Raise], missing_s: float, least: float) -> list[Raise]:
+    """The first raise that saves so much and is good enough, if there is one."""
+    for place in range(bisect_left(kept, missing_s, key=_saved_s), len(kept)):
+        if kept[place].per_loss >= least:
+            return [kept[place]]
+    return []
+
+
+def _largest(kept: list[Raise], least: float) -> list[Raise]:
+    """The good enough raise that saves most, of equal ones the latest parameter's, if any."""
+    end = len(kept)
+    while end:
+        start = bisect_left(kept, kept[end - 1].saved_s, key=_saved_s)
+        for place in range(start, end):
+            if kept[place].per_loss >= least:
+                return [kept[place]]
+        end = start
+    return []
+
+
 class _Choice:
-    """Codecs so far, by parameter as the place in ``allowed``."""
+    """The codecs of all parameters while they are chosen; all begin with the exact one.
+
+    A parameter's *level* is the place of its codec in ``allowed``, and its *load* how long that
+    codec keeps the busiest resource busy.
+    """
 
     def __init__(
         self, needs: Sequence[Need], carriers: Carriers, allowed: Sequence[KnownCodec]
@@ -296,12 +387,13 @@ class _Choice:
         pairs = zip(needs, self._own, strict=True)
         self._load_s = [[carriers.load_s(n.elems, codec) for codec in own] for n, own in pairs]
         self._now_s = [loads[0] for loads in self._load_s]
-        """Of the codecs so far."""
         exact = sum(codec.facts.exact for codec in allowed)
-        self._useful = [
-            _decreasing(loads[: exact if need.stays_exact else len(loads)])
-            for need, loads in zip(needs, self._load_s, strict=True)
-        ]
+        self._useful: list[list[int]] = []
+        """The levels, by parameter, with less load than all before: a lossier one must spare."""
+        for need, loads in zip(needs, self._load_s, strict=True):
+            possible = loads[: exact if need.stays_exact else len(loads)]
+            least = [math.inf, *accumulate(possible, min)]
+            self._useful.append([at for at, load_s in enumerate(possible) if load_s < least[at]])
         # nested, if gradients do not come in the order of use: no window begins before a later one
         ready = list(accumulate((need.ready_s for need in reversed(needs)), max))[::-1]
         trip_s = carriers.round_trip_s
@@ -312,23 +404,23 @@ class _Choice:
         return tuple(own[level] for own, level in zip(self._own, self._levels, strict=True))
 
     def excess_s(self) -> float:
-        """By how much the step is longer than the compute."""
+        """How much longer the step is than the compute."""
         return self._excess_of(self._now_s)
 
     def least_excess_s(self) -> float:
-        """With the fewest seconds of each parameter."""
+        """The excess with each parameter's least load."""
         pairs = zip(self._load_s, self._useful, strict=True)
         return self._excess_of([loads[useful[-1]] for loads, useful in pairs])
 
     def _excess_of(self, loads_s: Sequence[float], first: int = 0) -> float:
-        """Of the windows of parameters ``first`` and later."""
+        """The excess of the windows of parameters ``first`` and later."""
         excess = map(operator.sub, accumulate(loads_s), self._window_s)
         return max(islice(excess, first, None), default=0.0)
 
     def make_fit(self, last: int, allowance_s: float) -> None:
         """Raise some of parameters 0..last until these fit into the window of the last one.
 
-        Called for each of them in turn.
+        It is called for each parameter in turn.
         """
         self._find_raises(last)
         while True:
@@ -337,7 +429,7 @@ class _Choice:
                 return
             best = self._raises.maybe_best(missing_s)
             if best is None:
-                return  # by rounding: what is least has been allowed
+                return  # it fits but for rounding: the allowance is at least the least excess
             self._set(best.parameter, best.level)
             self._find_raises(best.parameter)
 
@@ -347,41 +439,29 @@ class _Choice:
 
     def _find_raises(self, parameter: int) -> None:
         now, loads = self._levels[parameter], self._load_s[parameter]
-        higher = [level for level in self._useful[parameter] if level > now]
-        saved_s = [loads[now] - loads[level] for level in higher]
-        per_loss = [self._per_loss(parameter, level) for level in higher]
-        self._raises.put(parameter, zip(higher, saved_s, per_loss, strict=True))
-
-    def _per_loss(self, parameter: int, level: int) -> float:
-        before, after = self._allowed[self._levels[parameter]], self._allowed[level]
-        lost = (after.loss - before.loss) * self._needs[parameter].elems
-        loads = self._load_s[parameter]
-        saved_s = loads[self._levels[parameter]] - loads[level]
-        return saved_s / lost if lost > 0 else math.inf
+        levels: list[tuple[int, float, float]] = []
+        for level in self._useful[parameter]:
+            if level > now:
+                lost = self._allowed[level].loss - self._allowed[now].loss
+                lost *= self._needs[parameter].elems
+                saved_s = loads[now] - loads[level]
+                levels.append((level, saved_s, saved_s / lost if lost > 0 else math.inf))
+        self._raises.put(parameter, levels)
 
     def take_back(self, allowance_s: float) -> None:
-        """The raises that are not needed, those that lose most first."""
+        """Undo the raises that are not needed, those that lose most first."""
         order = sorted(
             range(len(self._levels)),
             key=lambda p: (-self._allowed[self._levels[p]].loss * self._needs[p].elems, p),
         )
         for parameter in order:
             chosen = self._levels[parameter]
-            if chosen:
-                self._lower(parameter, chosen, allowance_s + _ROUNDING_S)
-
-    def _lower(self, parameter: int, chosen: int, most_s: float) -> None:
-        """To the least lossy level with which the step is longer by no more."""
-        loads = self._load_s[parameter]
-        later_s = self._excess_of(self._now_s, parameter)
-        for level in self._useful[parameter]:
-            self._set(parameter, level)
-            about_s = later_s + loads[level] - loads[chosen]
-            if level == chosen or (about_s <= most_s + _ABOUT_S and self.excess_s() <= most_s):
-                return
-
-
-def _decreasing(loads_s: Sequence[float]) -> list[int]:
-    """The places that are less than all before: a lossier codec must spare something."""
-    least = [math.inf, *accumulate(loads_s, min)]
-    return [place for place, load_s in enumerate(loads_s) if load_s < least[place]]
+            if not chosen:
+                continue
+            most_s, loads = allowance_s + _ROUNDING_S, self._load_s[parameter]
+            later_s = self._excess_of(self._now_s, parameter)
+            for level in self._useful[parameter]:  # the least lossy with which the step is in time
+                self._set(parameter, level)
+                about_s = later_s + loads[level] - loads[chosen]
+                if level == chosen or (about_s <= most_s + _ABOUT_S and self.excess_s() <= most_s):
+                    break

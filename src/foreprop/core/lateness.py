@@ -1,65 +1,71 @@
-"""Who is late, by how much, and why: from the times at which pushes arrive at the servers.
+"""Which rank or server is late, by how much, and why: from the times at which pushes arrive.
 
-Theory of operation. Steps are counted in windows of `PACE_STEPS`. In each, a server notes when
-every worker's push of a slice came (`ArrivalLog`), by its own clock, so that no two clocks are
-compared. Workers tell how long their steps took, and how much of that they were busy themselves
-(`Pace`). What a server has noted and been told goes to every worker (`WindowReport`), and each of
-them comes to the same conclusion (`StragglerWatch`).
+Theory of operation. Steps are counted in windows of `PACE_STEPS`. In each window a server notes
+when every worker's push of a slice came (`ArrivalLog`), by its own clock: no two clocks are ever
+compared. Workers report how long their steps took, and how much of that they were busy (`Pace`).
+Servers send what they have noted, and all paces, to every worker (`WindowReport`), and each worker
+comes to the same conclusion (`StragglerWatch`).
 
-A rank is late if its pushes come well after the median rank's. Is it busy for longer than the
-median rank by about as much, then it is its compute. If not, its gradients were ready in time, and
-it is its link. A server is late if its slices wait for their updates for longer than the others'.
+A rank is late if its pushes come well after the median rank's. If it was busy for longer than the
+median rank by about as much, the cause is its compute. Otherwise its gradients were ready in time,
+and the cause is its link. A server is late if its slices wait for updates longer than the others'.
+
+With staleness s a rank that is late in each step falls behind until it is s steps behind. So its
+lateness is divided by s + 1.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
 from foreprop.core.frames import PACE_STEPS
 
-_RATIO = 2.0
-"""Whoever is named is late by so many times as much as the next one."""
-_COMPUTE_SHARE = 0.5
-"""Of what a rank is late, if it is due to its compute."""
+_RATIO = 2.0  # a straggler is late by so many times as much as the next one
+_COMPUTE_SHARE = 0.5  # the share of a rank's lateness that its compute must explain to be the cause
 
 
 class Bar(NamedTuple):
-    """What it takes to be called late."""
+    """How late one must be, and for how many ``windows`` in a row, to be called so, or no more.
+
+    ``least_share`` is of a step. Less than ``least_s`` is how processes take turns on a busy
+    machine.
+    """
 
     least_share: float
-    """Of a step."""
     least_s: float
-    """Less is how processes take turns on a busy machine."""
     windows: int
-    """In a row, until it is called so, or no more."""
 
 
 NAMED = Bar(0.2, 0.01, 4)
-"""To be named: 32 steps."""
+"""The bar for being named, after 32 steps."""
 SUSPECTED = Bar(0.05, 0.005, 2)
-"""To have its link looked at."""
+"""The bar for having one's link looked at."""
 
 Cause = Literal["compute", "link", "server"]
 
 
+def windows_apart(steps: int) -> int:
+    """How many windows later all ranks have ended one, if they are at most so many steps apart."""
+    return steps // PACE_STEPS + 1
+
+
 class Straggler(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds up the others."""
+    """The rank, or the ``server``, that holds up the others; a dedicated server has no rank."""
 
     rank: int | None
-    """None: of a dedicated server, which stands beside no rank."""
     late_s: float
-    """In each step: how much later than the median rank's its pushes arrive, on average; of a
+    """How much later than the median rank's its pushes arrive in each step, on average; for a
     server, how much longer than at the median server a slice waits for its update."""
     since_step: int
     cause: Cause
     """compute: its process computes, loads data or the like for longer; link: its gradients are
     ready in time and arrive late; server: its node's server is slow."""
     server: int | None = None
-    """Which one, if it is a server."""
 
     def __str__(self) -> str:
         who = f"server {self.server}" if self.server is not None else ""
@@ -69,37 +75,43 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's last window: means of its steps, seconds."""
+    """What a worker reports of its last window; times are means of its steps.
+
+    For ``busy_s`` of a step the worker did not wait for others.
+    """
 
     step_s: float
     busy_s: float
-    """Of it, what the worker did not wait for others."""
     order: tuple[int, ...] | None = None
-    """Rank 0's new order of first use (`core.useorder`), if it has changed for good."""
+    """Rank 0's new order of first use (`session.useorder`), if it has changed for good."""
     measure: bool = False
-    """Rank 0's: all are to measure their links (`core.linkwatch`)."""
+    """Rank 0 asks all to measure their links (`core.linkshares`)."""
     norm: bool = False
-    """Its loop has asked for the norm of gradients, in this window."""
+    """The loop has asked for the norm of gradients in this window."""
 
 
 class WindowReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a server has noted in a window, and all workers' paces by rank."""
 
     slices: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
-    """Pushed by all, so often in the window."""
+    """How many slices, counted in each step, all ranks have pushed."""
     late_s: tuple[float, ...]
-    """By rank: the mean of these pushes' times after the median rank's; negative if before."""
+    """How long after the median rank each rank's pushes came, on average; negative if before."""
     answer_s: float
-    """From the last push of a slice to its update, on average."""
+    """The time from the last push of a slice to its update, on average."""
     paces: tuple[Pace, ...]
 
 
 class ArrivalLog:
-    """A server's: when pushes come. Not thread-safe; times are seconds of any one clock."""
+    """A server's log of when pushes come, of ranks that may be so many steps ``apart``.
 
-    def __init__(self, ranks: int) -> None:
+    Not thread-safe; times are seconds of any one clock.
+    """
+
+    def __init__(self, ranks: int, apart: int = 0) -> None:
         self._ranks = ranks
-        self._begun: dict[int, tuple[int, dict[int, float]]] = {}  # by slice: step, times by rank
+        self._steps = 1 + apart
+        self._open: dict[int, dict[int, dict[int, float]]] = {}  # by slice, step and rank
         self._full_s: dict[int, float] = {}  # by slice: when the last push came
         self._clear()
 
@@ -110,15 +122,17 @@ class ArrivalLog:
         self._answers = 0
 
     def arrived(self, rank: int, slice_: int, step: int, at_s: float) -> None:
-        """A push is in. What had begun before the log did, or was given up, does not count."""
-        begun = self._begun.get(slice_)
-        if begun is None or begun[0] != step or rank in begun[1]:
-            begun = self._begun[slice_] = (step, {})
-        times_s = begun[1]
+        """Note a push. Steps that began before the log did, or were given up, do not count."""
+        open_ = self._open.setdefault(slice_, {})
+        if step not in open_ or rank in open_[step]:
+            open_[step] = {}
+            if len(open_) > self._steps:
+                del open_[min(open_)]
+        times_s = open_.get(step, {})
         times_s[rank] = at_s
         if len(times_s) < self._ranks:
             return
-        del self._begun[slice_]
+        del open_[step]
         median_s = lower_median(list(times_s.values()))
         for each, time_s in times_s.items():
             self._late_s[each] += time_s - median_s
@@ -132,8 +146,8 @@ class ArrivalLog:
             self._answers += 1
 
     def report(self, paces: Sequence[Pace]) -> WindowReport:
-        """Of the window that ends; the next one begins."""
-        count = max(1, self._slices)
+        """What the window that ends has shown; the next window begins."""
+        count = max(1, self._slices) * self._steps
         made = WindowReport(
             slices=self._slices,
             late_s=tuple(late_s / count for late_s in self._late_s),
@@ -147,9 +161,9 @@ class ArrivalLog:
 class StragglerWatch:
     """A worker's conclusion from all servers' reports. Not thread-safe.
 
-    ``server_ranks``: by server, the first rank on its node, or None of a dedicated one. Steps are
-    named by their number in the session, which has made ``steps_before`` the first window.
-    ``links``: whether pushes pass any; without, none is named.
+    ``server_ranks`` has by server the first rank on its node, or None for a dedicated one. The
+    session has made ``steps_before`` the first window, whose numbers go on. Without ``links`` that
+    pushes pass, none is named.
     """
 
     def __init__(
@@ -169,11 +183,11 @@ class StragglerWatch:
 
     @property
     def suspect(self) -> Straggler | None:
-        """Who is late by less already, or for less long."""
+        """Like `straggler`, of one that is late by less, or for less long."""
         return self._suspected.straggler
 
     def heard(self, server: int, window: int, report: WindowReport) -> bool:
-        """A server's report of a window; returns whether who is named, or why, has changed."""
+        """Note a server's report; returns whether the straggler, or the cause, has changed."""
         reports = self._reports[window]
         reports[server] = report
         if len(reports) < len(self._server_ranks):
@@ -189,17 +203,17 @@ class StragglerWatch:
         return changed
 
 
+@dataclass(slots=True, eq=False)
 class _Verdict:
-    """By one bar: who is late, if windows in a row agree."""
+    """The straggler by one bar, for which enough windows in a row must agree."""
 
-    def __init__(self, bar: Bar) -> None:
-        self.bar = bar
-        self.straggler: Straggler | None = None
-        self._candidate: Straggler | None = None
-        self._seen = 0  # the candidate, in so many windows in a row
+    bar: Bar
+    straggler: Straggler | None = None
+    _candidate: Straggler | None = None
+    _seen: int = 0  # the candidate, in so many windows in a row
 
     def conclude(self, found: Straggler | None) -> bool:
-        """What one window says; returns whether the straggler has changed."""
+        """Note what one window says; returns whether the straggler has changed."""
         before = self.straggler
         if _same(found, self._candidate):
             self._seen += 1
@@ -215,7 +229,6 @@ class _Verdict:
 
 
 def _same(one: Straggler | None, other: Straggler | None) -> bool:
-    """Whether it is the same one for the same cause."""
     if one is None or other is None:
         return one is other
     return (one.rank, one.cause, one.server) == (other.rank, other.cause, other.server)
@@ -227,7 +240,7 @@ def find_straggler(
     first_step: int,
     bar: Bar = NAMED,
 ) -> Straggler | None:
-    """By one window's reports, by server; pure."""
+    """The straggler by one window's reports, which are by server."""
     total = sum(report.slices for report in reports.values())
     paces = next(iter(reports.values())).paces
     if not total or min(pace.step_s for pace in paces) <= 0:  # or nothing is measured yet
@@ -256,7 +269,7 @@ def find_straggler(
 
 
 def _outstanding(values: Sequence[float]) -> tuple[int, float]:
-    """The place of the largest one, and that; 0 instead if others are nearly as large."""
+    """The place of the largest value, and the value, or 0 if another one is nearly as large."""
     worst = max(range(len(values)), key=lambda place: values[place])
     next_largest = max((v for place, v in enumerate(values) if place != worst), default=0.0)
     stands_out = len(values) > 1 and values[worst] > _RATIO * max(0.0, next_largest)
@@ -264,5 +277,5 @@ def _outstanding(values: Sequence[float]) -> tuple[int, float]:
 
 
 def lower_median(values: Sequence[float]) -> float:
-    """The middle one, of two the smaller: one that is late never moves it."""
+    """The middle value, of two the smaller: a single late one never moves it."""
     return sorted(values)[(len(values) - 1) // 2]

@@ -1,28 +1,29 @@
 """Whether a forward pass uses a parameter one step late, and until when.
 
-Theory of operation. A worker of synchronous steps waits for the answer to its push of step c where
-step c + 1 first uses the parameter. If it does not, it uses what it has: the values after step
-c - 1. That use is *late*. The answer lands when the parameter's gradient of step c + 1 is ready,
-which is not pushed before. So a use is never more than one step late, and the values of a step
-without late uses are those of synchronous training.
+Theory of operation. In synchronous training a worker waits for the answer to its push of step c
+where step c + 1 first uses the parameter. If it does not wait, it uses what it has: the values
+after step c - 1. That use is *late*. The answer lands when the parameter's gradient of step c + 1
+is ready, which is not pushed before. So a use is never more than one step late, and the values of a
+step without late uses are those of synchronous training.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from foreprop.errors import InternalError
 
 
+@dataclass(slots=True, eq=False)
 class LateUse:
-    """Of one parameter of one worker. Not thread-safe."""
+    """The late uses of one worker's parameter. Not thread-safe."""
 
-    def __init__(self) -> None:
-        self.is_owed = False
-        """An answer has still to land, for whose values nobody has waited."""
-        self.count = 0
-        """How many steps have begun with values that were late."""
+    is_owed: bool = False
+    """An answer that nobody has waited for has still to land."""
+    count: int = 0  # steps that have begun with late values
 
     def begin(self, *, is_answered: bool) -> bool:
-        """A step's first use; whether it is late."""
+        """Note a step's first use; returns whether it is late."""
         if self.is_owed:
             raise InternalError("a parameter would be used two steps late")
         self.is_owed = not is_answered
@@ -30,6 +31,6 @@ class LateUse:
         return self.is_owed
 
     def end(self) -> bool:
-        """Before its next gradient is pushed, or its values are shown: whether to wait and land."""
+        """Whether an answer must land before the next gradient is pushed or values are shown."""
         owed, self.is_owed = self.is_owed, False
         return owed

@@ -1,12 +1,15 @@
-"""Who takes part, as data: the members of a session, and whose pushes each slice has counted.
+"""The members of a session as one server knows them, and a log of whose pushes it has counted.
 
 Theory of operation. A server closes a slice of a step when its *counted set* is complete: the
 pushes of all members, or, with b backup workers, the first N - b (Chen et al., Revisiting
 Distributed Synchronous SGD, 2016, section 3). A member that dies is *dropped*: what it has pushed
-still counts, and nothing else is awaited from it. The sets that are not those of the step before
-are written down as lines, from which the same sets can be had again: a *replay*. Whoever comes in a
-lost one's place counts from a step on that all servers agree to (`core.newcomers`). So does who
-comes for the first time: ranks that are absent at the start count as if they had been lost before.
+still counts, and nothing else is awaited from it. A worker that comes in a lost one's place counts
+from a step on that all servers agree to (`core.newcomers`). So does a worker that comes for the
+first time: ranks that are absent at the start count as if they had been lost before.
+
+The counted sets can be written down as lines (`CountedLog`), and a session that reads them counts
+the same sets again (`CountedReplay`). The log has a line only where a set differs from the set of
+the step before.
 """
 
 from __future__ import annotations
@@ -21,27 +24,28 @@ from foreprop.errors import ConfigError, RemoteProtocolError
 
 # Events.
 class PeerDropped(NamedTuple):
-    """A member is gone, and the session goes on without it."""
+    """A member is lost, and the session goes on without it."""
 
     rank: int
 
 
 # Instructions.
 class MemberLeft(NamedTuple):
-    """Tell the members who is gone: ``counted`` of ``slices`` slices of ``step`` count it."""
+    """Tell all members that one is lost, which has last pushed anything of ``step``.
+
+    Of that step's ``slices`` so many have ``counted`` it.
+    """
 
     rank: int
     step: int
-    """The last one of which it has pushed anything."""
     counted: int
     slices: int
 
 
 class Members:
-    """Of one server. ``backups``: how many of them a slice is closed without.
+    """One server's workers, of which each slice may be closed without so many ``backups``.
 
-    ``workers``: ranks that there may be, of which the first ``started`` are here at the start; by
-    default all.
+    There may be ``workers`` ranks; the first ``started`` are here at the start, by default all.
     """
 
     def __init__(self, workers: int, *, backups: int = 0, started: int | None = None) -> None:
@@ -53,17 +57,13 @@ class Members:
         self.workers = workers
         self.backups = backups
         self.started = frozenset(range(workers if started is None else started))
-        """All that were here at the start."""
-        self.here = set(self.started)
-        """All that have come, and have not been dropped."""
-        self.ever = set(self.here)
-        """All that have come."""
-        self.left: set[int] = set()
-        """Those of them that have said goodbye."""
+        self.here = set(self.started)  # all that have come, and have not been dropped
+        self.ever = set(self.here)  # all that have come
+        self.left: set[int] = set()  # those here that have said goodbye
         self.since: dict[int, int] = {}
-        """Of those that have come later: the first step that waits for them."""
+        """The first step that waits for a member, for each that has come later."""
         self.promised: dict[int, int] = {}
-        """Of those that may be about to come: the step, which is not settled."""
+        """The first step of each that asks to join, until that is settled."""
 
     def check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.workers:
@@ -76,17 +76,17 @@ class Members:
         self.promised.pop(rank, None)
 
     def of_step(self, step: int) -> set[int]:
-        """Those whose pushes a slice of this step waits for."""
+        """The members whose pushes a slice of this step waits for, or for the first of them."""
         if not self.since:
             return self.here
         return {rank for rank in self.here if self.since.get(rank, 0) <= step}
 
     def had_values_before(self, rank: int, first: int) -> bool:
-        """Whether it is here, and has taken part in steps before this one."""
+        """Whether a member has taken part in steps before this one."""
         return rank in self.here and self.since.get(rank, 0) < first
 
     def coming_at(self, first: int) -> list[int]:
-        """Those who count from this step on, as is settled."""
+        """The newcomers for which it is settled that they count from this step on."""
         return [r for r, since in self.since.items() if since == first and r not in self.promised]
 
     @property
@@ -97,18 +97,24 @@ class Members:
     def all_left(self) -> bool:
         return self.left == self.here
 
-    def may_close(self, counted: int, missing: Iterable[int]) -> bool:
-        """With so many pushes that count, and ``missing`` members that have pushed nothing."""
-        if not any(True for _ in missing):
-            return True
-        return self.backups > 0 and counted >= max(1, len(self.here) - self.backups)
+    def may_close(self, step: int, counted: int, missing: Collection[int]) -> bool:
+        """Whether a slice closes with so many pushes, while ``missing`` members have not pushed.
+
+        A newcomer is no backup in its first step, or before that is settled: what it is sent must
+        not change before it has all.
+        """
+        if not missing or not self.backups:
+            return not missing
+        if any(self.since.get(rank) == step for rank in missing):
+            return False
+        return counted >= max(1, len(self.of_step(step)) - self.backups)
 
 
 def is_quorum(some: Collection[int], of: Collection[int], dead: Collection[int]) -> bool:
-    """Whether these may go on without the others, some of whom may be there and out of reach.
+    """Whether ``some`` may go on without the others, which may live and be out of reach.
 
-    More than half of those who are not known to be ``dead``, or exactly half with the lowest of
-    them: of two halves that cannot reach each other at most one goes on.
+    They must be more than half of those not known to be ``dead``, or exactly half and have the
+    lowest rank: of two halves that cannot reach each other at most one goes on.
     """
     alive = set(of) - set(dead)
     inside = alive & set(some)
@@ -117,7 +123,7 @@ def is_quorum(some: Collection[int], of: Collection[int], dead: Collection[int])
     )
 
 
-# What was counted, in lines.
+# The log of counted sets.
 HEAD = "foreprop counted sets 1"
 _HEAD = re.compile(HEAD + r": (?:(\d{1,9}) to )?(\d{1,9}) workers, (\d{1,9}) slices", re.ASCII)
 _LEFT = "left"
@@ -130,14 +136,13 @@ _LINE = re.compile(
 
 
 class CountedLog:
-    """Writes down from which step on a slice's counted set is another one.
+    """Writes down from which step on the counted set of one of the server's ``slices`` changes.
 
-    ``slices``: the server's. A line is ``step first last ranks``: from that step on, the server's
-    slices with numbers from ``first`` to ``last`` count these ranks, until another line says
-    otherwise. At the start all are counted that have started. A line ``step left rank`` says who
-    has left, within the last step that it has pushed any of the slices for. ``workers`` and
-    ``started`` as of `Members`. One that ``goes_on`` says of each slice whom its first round has
-    counted: another server had it before.
+    A line is ``step first last ranks``: from that step on, the server's slices with numbers from
+    ``first`` to ``last`` count these ranks, until another line says otherwise. At the start those
+    are counted that have started. A line ``step left rank`` says that a rank has left, within the
+    last step that it has pushed any of the slices for. ``workers`` and ``started`` are those of
+    `Members`. A log that ``goes_on`` writes every slice's first set: another server had it before.
     """
 
     def __init__(
@@ -154,27 +159,31 @@ class CountedLog:
         self._last: dict[int, tuple[int, ...]] = {}
         self._changes: dict[int, dict[int, tuple[int, ...]]] = {}  # by step and slice, unwritten
         self._everybody = () if goes_on else tuple(range(self._started))
-        self.uncounted = 0
-        """Slices, of all steps, that not all workers were counted in."""
+        self.uncounted = 0  # how many slices, of all steps, have not counted all workers
 
     def head(self) -> str:
         least = "" if self._started == self._workers else f"{self._started} to "
         return f"{HEAD}: {least}{self._workers} workers, {len(self._slices)} slices"
 
     def note(self, slice_: int, step: int, counted: tuple[int, ...]) -> list[str]:
-        """Returns the lines of steps that are complete: no slice is two steps behind another."""
+        """Note a counted set; returns the lines of the steps that are complete by now."""
         if len(counted) < self._workers:
             self.uncounted += 1
         if counted != self._last.get(slice_, self._everybody):
             self._last[slice_] = counted
             self._changes.setdefault(step, {})[slice_] = counted
+        # no slice is two steps behind another
         return self._lines(step - 2) if self._changes else []
+
+    def note_anew(self, slice_: int) -> None:
+        """Write the slice's next set, whatever it is: another server has had the slice."""
+        self._last[slice_] = ()
 
     def left(self, rank: int, step: int) -> list[str]:
         return [f"{step} {_LEFT} {rank}"] if self._slices else []
 
     def rest(self) -> list[str]:
-        """The lines of all steps."""
+        """The lines that are not written yet."""
         return self._lines(max(self._changes, default=0))
 
     def _lines(self, last_step: int) -> list[str]:
@@ -194,17 +203,16 @@ class CountedLog:
 
 
 class CountedReplay:
-    """What `CountedLog` has written of one server: raises `ConfigError` if it does not fit.
+    """The counted sets that one server's `CountedLog` has; `ConfigError` if it does not fit.
 
-    ``workers``: as many as the session had; or, if more could have come, as many as have.
+    There are as many ``workers`` as the session had; or, if it could grow, as many as have come.
     """
 
     def __init__(self, lines: Iterable[str], workers: int, slices: Sequence[int]) -> None:
         self._steps: dict[int, list[int]] = {}
         self._sets: dict[int, list[tuple[int, ...]]] = {}
         self._workers = range(workers)
-        self.left: dict[int, int] = {}
-        """Who has left, by rank within which step."""
+        self.left: dict[int, int] = {}  # the step within which each rank has left that has
         first, *rest = [line.strip() for line in lines if line.strip()] or [""]
         self._everybody = tuple(range(_started_in(first, workers, slices)))
         for line in rest:
@@ -228,14 +236,13 @@ class CountedReplay:
                 self._sets.setdefault(slice_, []).append(counted)
 
     def at(self, slice_: int, step: int) -> tuple[int, ...]:
-        """Who is counted."""
         steps = self._steps.get(slice_)
         place = 0 if steps is None else bisect_right(steps, step)
         return self._sets[slice_][place - 1] if place else self._everybody
 
 
 def _started_in(head: str, workers: int, slices: Sequence[int]) -> int:
-    """How many ranks the session of a log began with; `ConfigError` for a log of another one."""
+    """How many ranks the log's session began with; `ConfigError` for another session's log."""
     found = _HEAD.fullmatch(head)
     most = int(found[2]) if found else 0
     started = int(found[1] or most) if found else 0

@@ -1,8 +1,8 @@
-"""What servers say of who has left and who has come, put together to changes alike on all ranks.
+"""One rank's view of the members, put together from servers' words: the same on all ranks.
 
 Theory of operation. Each server says of a rank, in turn, that it has left and that it has joined.
-A change holds when all servers have said it that are asked. One that only some say is no change: a
-newcomer that was lost while it came. A server's words come in order; those of several servers mix.
+A change *holds* when all servers that are asked have said it. One that only some say never holds: a
+newcomer was lost while it came. A server's words come in order; those of several servers mix.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from foreprop.core.dealing import CERTAIN_STEPS, MemberChange
 
 
 class MembershipWord(NamedTuple):
-    """A rank has left, ``step`` is the last that the server has a push of, or joins at that."""
+    """A rank joins at ``step``, or has left: then it is the last step the server has a push of."""
 
     joins: bool
     step: int
 
 
 class MembershipWords:
-    """One rank's view. Not thread-safe.
+    """The changes of the members that hold, and the words that do not make one yet.
 
-    ``holders``: the servers with slices; one without waits for nobody, and says it when it likes.
-    ``workers_per_node``: servers are beside so many workers, and go with them; None: they are
-    dedicated. ``absent``: ranks that are not here at the start, and may come.
+    Only ``holders`` are asked, the servers with slices: others wait for nobody, so their words may
+    come at any time. There is a server beside so many ``workers_per_node``, and it goes with them;
+    None: servers are dedicated. The ``absent`` ranks are not here at the start, and may come. Not
+    thread-safe.
     """
 
     def __init__(
@@ -35,10 +36,8 @@ class MembershipWords:
         workers_per_node: int | None,
         absent: frozenset[int] = frozenset(),
     ) -> None:
-        self.said: dict[int, dict[int, list[MembershipWord]]] = {}
-        """By rank and server: all of them."""
-        self.waits = False
-        """A newcomer has not been told what was said before it came."""
+        self.said: dict[int, dict[int, list[MembershipWord]]] = {}  # by rank and server
+        self.waits = False  # a newcomer waits for the words that came before it (`begin_with`)
         self._holders = holders
         self._workers_per_node = workers_per_node
         self._lost: frozenset[int] = frozenset()
@@ -47,27 +46,24 @@ class MembershipWords:
 
     def _forget(self) -> None:
         self.changes: list[MemberChange] = []
-        self.gone: set[int] = set(self._absent)
-        """Who is not here."""
+        self.gone: set[int] = set(self._absent)  # the ranks that are not here
         self._ever_gone: set[int] = set()
-        """Their servers stay away, also when another worker has come."""
-        self._used: dict[tuple[int, int], int] = {}
-        """By rank and server: so many of its words."""
-        self._since: dict[int, int] = {}
-        """The first steps of those that have joined."""
+        """Ranks whose servers stay away, also when other workers come in their places."""
+        self._used: dict[tuple[int, int], int] = {}  # how many words, by rank and server
+        self._since: dict[int, int] = {}  # the first step of each rank that has joined
 
     def hear(self, rank: int, server: int, word: MembershipWord) -> list[MemberChange]:
-        """Returns the changes that hold from now on."""
+        """Note a word; returns the changes that hold from now on."""
         self.said.setdefault(rank, {}).setdefault(server, []).append(word)
         return [] if self.waits else self._advance()
 
     def lose(self, server: int) -> list[MemberChange]:
-        """A dedicated one is gone, and says nothing more. Returns what holds without it."""
+        """Note that a dedicated server is lost; returns the changes that hold without its words."""
         self._lost |= {server}
         return [] if self.waits else self._advance()
 
     def begin_with(self, said: Mapping[int, Mapping[int, Sequence[MembershipWord]]]) -> None:
-        """A newcomer: what a member has heard, of which some has come here, too."""
+        """Take, as a newcomer, all words that a member has; some may have come here, too."""
         here, self.said = self.said, {}
         for words in (said, here):
             for rank, by_server in words.items():
@@ -79,8 +75,8 @@ class MembershipWords:
         self._advance()
 
     def _advance(self) -> list[MemberChange]:
-        """One change may let another one hold, for fewer servers are asked."""
         before = len(self.changes)
+        # one by one: after a change fewer servers may be asked, so that another one holds
         while (change := next(self._holding(), None)) is not None:
             self.changes.append(change)
             if change.joins:
@@ -95,15 +91,11 @@ class MembershipWords:
 
     def _holding(self) -> Iterator[MemberChange]:
         for rank in self.said:
-            change = self._maybe_joins(rank) if rank in self.gone else self._maybe_leaves(rank)
-            if change is not None:
-                yield change
-
-    def _maybe_leaves(self, rank: int) -> MemberChange | None:
-        heads = self._heads(rank)
-        if not heads or not self._asked(rank) <= heads.keys():
-            return None
-        return MemberChange(rank, self._left_within(rank))
+            if rank in self.gone:
+                if (change := self._maybe_joins(rank)) is not None:
+                    yield change
+            elif (heads := self._heads(rank)) and self._asked(rank) <= heads.keys():
+                yield MemberChange(rank, self._left_within(rank))
 
     def _maybe_joins(self, rank: int) -> MemberChange | None:
         while heads := self._heads(rank):
@@ -112,12 +104,12 @@ class MembershipWords:
             if not stale:
                 complete = self._asked(rank) <= heads.keys()
                 return MemberChange(rank, last, joins=True) if complete else None
-            for server in stale:  # of one who has left before, or has never quite come
+            for server in stale:  # about a time before, or about a newcomer that was lost
                 self._use(rank, server)
         return None
 
     def _heads(self, rank: int) -> dict[int, MembershipWord]:
-        """By server: the first word of this rank that has not been used."""
+        """The first unused word of each server about this rank."""
         used = self._used
         return {
             server: words[used.get((rank, server), 0)]
@@ -135,14 +127,14 @@ class MembershipWords:
         return self._holders - gone
 
     def _left_within(self, rank: int) -> int:
-        """As far as is known. A newcomer that has made no step has left within its first one."""
+        """The step within which a rank has left, as far as is known; its first if it made none."""
         heads, asked = self._heads(rank), self._asked(rank)
         steps = [word.step for server, word in heads.items() if server in asked or not asked]
         return max(*steps, self._since.get(rank, 0), 0)
 
-    # What is not complete.
+    # Changes that do not hold yet.
     def partly(self, done: int) -> list[int]:
-        """The ranks of which only some have said what matters when so many steps are done."""
+        """The ranks of which only some servers have said what matters after so many steps."""
         return [] if self.waits else [rank for rank in self.said if self._is_partly(rank, done)]
 
     def _is_partly(self, rank: int, done: int) -> bool:
@@ -151,14 +143,14 @@ class MembershipWords:
             return False
         if rank not in self.gone:
             return self._left_within(rank) + CERTAIN_STEPS <= done
-        # one who has left again will be told of by nobody else
+        # if it has left again, no other server will say that it joins
         again = any(
             self._used.get((rank, server), 0) + 1 < len(self.said[rank][server]) for server in heads
         )
         return not again and max(word.step for word in heads.values()) <= done
 
     def joining(self) -> set[tuple[int, int]]:
-        """All who have ever joined, as far as any server has said, and at which step."""
+        """The rank and step of everybody who has ever joined, as far as any server has said."""
         return {
             (rank, word.step)
             for rank, by_server in self.said.items()

@@ -1,30 +1,31 @@
-"""A worker that comes while others train: from which step it counts, and when it gets values.
+"""A worker that joins while others train: from which step it counts, and when it gets values.
 
 Theory of operation. A newcomer *asks* every server to count it from a step J on. A server that has
-closed a slice of step J - 2 or a later one says no, and which step it could promise. One that
-promises closes no slice of step J - 2 until it hears more. If one of them says no, the newcomer
-asks all again with a later J, which takes the place of the promise before. If all have promised it,
-J is *settled*: each server tells all members, and counts the newcomer in every slice of J and of
-later steps, and in none before. So a member knows of it before any answer of step J - 2, and thus
-before the end of its own step J - 1, when it reads the data of step J.
+closed a slice of step J - 2 or of a later one refuses, and says which step it could promise. One
+that *promises* J closes no slice of step J - 2 until it hears more. If one server refuses, the
+newcomer asks all again with a later J, and that takes the place of earlier promises. If all have
+promised, J is *settled*: each server tells all members, and counts the newcomer in every slice of J
+and of later steps, and in none before. So a member knows of it before any answer of step J - 2, and
+thus before the end of its own step J - 1, when it reads the data of step J.
 
 The newcomer gets each slice's values after step J - 1, as if it had pushed that. A server sends
-them when all its slices are there, and then the most urgent ones first: so what the first layers
-need comes before all that the last ones need. No slice of J is updated before the newcomer has
-pushed it, so what it is sent is the same on all servers and does not change under way.
+them when all its slices have them, the most urgent first: so what the first layers need comes
+before all that the last ones need. No slice of J is updated before the newcomer has pushed it, so
+what it is sent is the same on all servers and does not change under way.
 
-Where workers update, servers have no values: members give them (`elastic.givenmodel`). A server
-then only waits for the newcomer's first push, by which it has them.
+Where workers update, servers have no values: members give them (`members.statetransfer`). A server
+then only waits for the newcomer's first push, which shows that it has them.
 
 Some slices *rest*: nobody pushes them, as their parameters are frozen. When any server has closed a
-slice of step n, all that are pushed at all are after step n - 2 at least. So nobody is taken in
-before some slice of the third step is closed: until then a slice that rests is like any other. If
+slice of step n, all slices that are pushed at all are after step n - 2 at least. So nobody is taken
+in before some slice of the third step is closed: until then a resting slice is like any other. If
 all other members say goodbye before step J - 1, the newcomer gets the values that they end with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -35,14 +36,12 @@ from foreprop.core.wire import MOST_ROUNDS
 from foreprop.errors import RemoteProtocolError
 
 LEAD_STEPS = 2
-"""So many steps before its first one all members know of a newcomer."""
-_LAG_STEPS = 2
-"""A slice that is pushed in every step is at most so many behind the newest."""
+"""How many steps before a newcomer's first one all members know of it."""
+_LAG_STEPS = 2  # how far a slice that is pushed in every step may be behind the newest
 BEGUN_STEPS = 1 + _LAG_STEPS
-"""When a slice of this step is closed, those that are at the values of the start rest."""
+"""When a slice of this step is closed, slices that still have the values of the start rest."""
 _MOST_MARGIN_STEPS = 1024
-_Step = Annotated[int, msgspec.Meta(ge=-1, lt=2**32)]
-"""A server says it, and a frame's header has room for no other (`Kind.JOINED`)."""
+_Step = Annotated[int, msgspec.Meta(ge=-1, lt=2**32)]  # what a frame's header has room for
 
 
 # Events.
@@ -54,7 +53,7 @@ class JoinAsked(NamedTuple):
 
 
 class JoinSettled(NamedTuple):
-    """All servers have promised the step; ``newest``: the last of which any has closed a slice."""
+    """All servers have promised the step; ``newest`` is the last that any closed a slice of."""
 
     rank: int
     step: int
@@ -63,16 +62,17 @@ class JoinSettled(NamedTuple):
 
 # Instructions.
 class AnswerJoin(NamedTuple):
-    """Say that the step is promised, or 0."""
+    """Say that ``step`` is promised; or 0, and then ``least`` could have been.
+
+    ``newest`` is the last step that a slice is closed of here. With ``ending`` no step can be
+    promised, for some members have said goodbye.
+    """
 
     rank: int
     step: _Step
     least: _Step
-    """The first one that could have been."""
     newest: _Step
-    """The last one of which a slice is closed here."""
     ending: bool = False
-    """No step can be promised, for some members have said goodbye."""
 
 
 class MemberJoined(NamedTuple):
@@ -82,42 +82,37 @@ class MemberJoined(NamedTuple):
     step: int
 
 
+@dataclass(slots=True, eq=False)
 class _EmptyHanded:
-    """Of a newcomer that has no values yet."""
+    """A newcomer that has no values yet; ``step`` is its first one."""
 
-    __slots__ = ("behind", "step")
-
-    def __init__(self, step: int, behind: set[int]) -> None:
-        self.step = step
-        """Its first one."""
-        self.behind = behind
-        """The slices that are not after the step before, and do not rest."""
+    step: int
+    behind: set[int]
+    """The slices that do not have the values after the step before, and do not rest."""
 
 
 class Newcomers:
-    """Those of one server. Not thread-safe. ``states`` are by slice.
-
-    ``has_values``: the server has, and gives them.
-    """
+    """One server's newcomers, to whom it gives values if it ``has_values``. Not thread-safe."""
 
     def __init__(
         self, members: Members, states: Mapping[int, SliceState], *, has_values: bool = True
     ) -> None:
         self._has_values = has_values
         self.awaiting: dict[int, _EmptyHanded] = {}
-        """By rank: those that have joined and have no values yet."""
+        """The newcomers that are settled and have no values yet, by rank."""
         self._ending: set[int] = set()
-        """Those that were sent what the others end with: they wait for no step, either."""
+        """The newcomers that were sent the values that all end with: they wait for no step."""
         self._members = members
         self._states = states
 
     def ask(self, event: JoinAsked) -> AnswerJoin:
-        """Raises `RemoteProtocolError` for a rank that is here."""
+        """Promise the step if possible; raises `RemoteProtocolError` for a rank that is here."""
         rank, step = event
         if rank in self._members.here and rank not in self._members.promised:
             raise RemoteProtocolError(f"rank {rank} wants to join, and is here")
         self.drop(rank)
-        newest = max((_closed(each) for each in self._states.values()), default=0)
+        closed = (max(each.done_step, each.updating) for each in self._states.values())
+        newest = max(closed, default=0)  # the last step of which some slice takes no push any more
         pushed = max((each.last[rank][0] for each in self._states.values()), default=0)
         least = max(newest + LEAD_STEPS, pushed) + 1
         if step < least or self._members.left:
@@ -145,7 +140,10 @@ class Newcomers:
         return MemberJoined(rank, step)
 
     def updated(self, slice_: int, step: int) -> list[int]:
-        """A slice is; returns those who have had its values too early, for it did not rest."""
+        """Note an update; returns newcomers that were sent the slice's values too early.
+
+        They were sent them as those of a slice that rests.
+        """
         if not self._has_values:
             return []
         coming = self._members.coming_at(step + 1)
@@ -158,7 +156,7 @@ class Newcomers:
         return early
 
     def due(self) -> list[AnswerSlice]:
-        """What is to be sent to those who can be sent all values now, most urgent first."""
+        """The values of newcomers that can be sent all now, the most urgent first."""
         if not self._has_values:
             return []
         found: list[AnswerSlice] = []
@@ -182,17 +180,16 @@ class Newcomers:
         return found
 
     def has_pushed(self, rank: int) -> None:
-        """It has all values, whoever has sent them."""
-        if not self._has_values:
+        if not self._has_values:  # it has them from members
             self.awaiting.pop(rank, None)
 
     @property
     def empty_handed(self) -> set[int]:
-        """Those without whom alone a session cannot go on: they have no values."""
+        """The newcomers without values, who cannot go on alone."""
         return self._members.promised.keys() | self.awaiting.keys()
 
     def drop(self, rank: int) -> bool:
-        """It does not come, or goes again. Returns whether the others know nothing of it."""
+        """Forget a newcomer that is lost; returns whether the members know nothing of it."""
         self.awaiting.pop(rank, None)
         self._ending.discard(rank)
         if rank not in self._members.promised:
@@ -201,34 +198,28 @@ class Newcomers:
         return True
 
 
-def _closed(each: SliceState) -> int:
-    """The last step of which the slice takes no push any more."""
-    return max(each.done_step, each.updating)
-
-
 class JoinBid:
     """A newcomer's side: asks all ``servers`` for a step until all have promised the same one.
 
-    ``begun``: it wants to hear first that a slice of this step is closed, and holds up nobody
-    until then.
+    With ``begun`` it only asks how far they are until a slice of this step is closed, and so holds
+    up nobody until then.
     """
 
     def __init__(self, servers: int, *, begun: int = 0) -> None:
         self.step = 0 if begun else 1 + LEAD_STEPS
-        """Which they are asked for; 0: how far they are."""
-        self.is_early = begun > 0
-        """They are not so far: they are to be asked again in a while."""
-        self.newest = 0
-        """The last step of which any server has closed a slice, as far as is known."""
+        """The step that servers are asked for; 0: how far they are."""
+        self.is_early = begun > 0  # no server is so far: ask again in a while
+        self.newest = 0  # the last step that any server has closed a slice of, as far as is known
         self._servers = servers
         self._begun = begun
         self._margin = 1
         self._said: dict[int, AnswerJoin] = {}
 
     def add(self, server: int, answer: AnswerJoin) -> bool | None:
-        """True: the step is settled. False: all are to be asked again, for the new `step`.
+        """Note an answer: True if the step is settled, False to ask all again for the new `step`.
 
-        None: others have still to answer. Raises `RemoteProtocolError` for an answer out of turn.
+        None if other servers have still to answer. Raises `RemoteProtocolError` for an answer out
+        of turn.
         """
         if server in self._said or answer.step not in (0, self.step):
             raise RemoteProtocolError(f"server {server} promises step {answer.step} out of turn")

@@ -1,11 +1,11 @@
-"""A sum of squares that is the same whatever parts it was added up from, and in which order.
+"""A sum of squares that has the same bits whatever parts it was added up from, in any order.
 
 Theory of operation (binned summation: Demmel and Nguyen, "Parallel reproducible summation", 2015).
 The line of numbers is cut into bins of `BIN_BITS` bits, at fixed places. The bits that a square has
-in one bin are a whole number, and whole numbers add up exactly. Kept are the bits in `BINS` bins
-from the largest square's downwards: which those are depends on the largest square of all, not on
-the parts; a part that does not have that square keeps lower bins as well, which go when it is added
-to a part that does. What is lost is below 2**-56 of the largest square, per element.
+in one bin are a whole number, and whole numbers add up exactly. A sum keeps `BINS` bins, from that
+of its largest square downwards. Which bins the total has depends on the largest square of all, not
+on the parts: a part without that square has lower bins, too, which go when it is added to a part
+with it. What is lost is below 2**-56 of the largest square, per element.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ _LEAST_BIN = -(2**15)
 
 
 class SquareSum(NamedTuple):
-    """The sum of some elements' squares."""
+    """The sum of some elements' squares.
+
+    ``top`` is the bin of the largest square; bin k has the bits from 2**(k * BIN_BITS) upwards.
+    ``bins`` are the sums in the bins ``top``, ``top - 1``, ..., in units of their lowest bit.
+    ``beyond`` is the sum of the squares that are infinite or not numbers.
+    """
 
     top: int = _LEAST_BIN
-    """The bin of the largest square; bin k has the bits from 2**(k * BIN_BITS) upwards."""
     bins: tuple[int, int, int] = (0, 0, 0)
-    """What the bins ``top``, ``top - 1``, ... add up to, in units of their lowest bit."""
     beyond: float = 0.0
-    """The sum of the squares that are infinite or not numbers; otherwise 0."""
 
     def plus(self, other: SquareSum) -> SquareSum:
         high, low = (self, other) if self.top >= other.top else (other, self)
@@ -59,7 +61,6 @@ ENCODED_BYTES = _LAYOUT.size
 
 
 def encode_square_sums(sums: Iterable[SquareSum]) -> bytes:
-    """Of several parts, one behind the other."""
     return b"".join(part.encode() for part in sums)
 
 
@@ -84,3 +85,11 @@ def decode_square_sum(data: bytes | memoryview) -> SquareSum:
     if min(first, second, third) < 0 or beyond < 0:
         raise RemoteProtocolError(f"not a sum of squares: {first, second, third, beyond}")
     return SquareSum(top, (first, second, third), beyond)
+
+
+class SendNormPart(NamedTuple):
+    """Send a server's part of a step's sum of squares to ``rank``, unless all add up the parts."""
+
+    step: int
+    part: SquareSum
+    rank: int = 0

@@ -1,7 +1,7 @@
 """Which way a parameter's gradient should go: Parallax's Table 3, by the busiest link.
 
 Links are full duplex, so bytes are counted one way, for each architecture alike. Parallax's table
-adds what a worker sends and what it gets for servers (2 alpha W) and for an all-gather (2 (N-1)
+adds what a worker sends to what it gets for servers (2 alpha W) and for an all-gather (2 (N-1)
 alpha W), but not for an all-reduce (2 (N-1)/N W), so its rows cannot be compared as they stand.
 """
 
@@ -10,18 +10,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 ROW_NUMBER_BYTES = 8
-"""With each row that is pushed, pulled or gathered."""
+"""The size of the row number that goes with each row that is pushed, pulled or gathered."""
 
 
 class Topology(NamedTuple):
-    """Who exchanges a table's rows, and over which links."""
+    """The nodes that exchange a table's rows.
+
+    Without ``dedicated_servers`` there is one beside the workers of each node, with equal shares.
+    With ``local_aggregation`` a node's workers send one push, which has each row once.
+    """
 
     nodes: int
     workers_per_node: int = 1
     dedicated_servers: int = 0
-    """0: one beside the workers of each node, with equal shares."""
     local_aggregation: bool = True
-    """A node's workers send one push, in which a row is once that several of them touch."""
 
     @property
     def workers(self) -> int:
@@ -32,31 +34,31 @@ class Topology(NamedTuple):
         return 1 if self.local_aggregation else self.workers_per_node
 
     def pushed_share(self, alpha: float) -> float:
-        """Of a table's rows, how many each push has.
+        """The share of a table's rows that each push has, where a worker touches a share ``alpha``.
 
-        Of rows drawn at random, with equal chances, 1 - (1 - alpha)^L with L workers per node.
-        Frequent words are shared more often.
+        It is 1 - (1 - alpha)^L with L workers per node, if all rows are drawn with equal chances;
+        several workers touch a frequent word more often than that.
         """
         return 1 - (1 - alpha) ** (self.workers_per_node if self.local_aggregation else 1)
 
 
 class Traffic(NamedTuple):
-    """Bytes that pass the busiest link in a step, each way, by the way of synchronisation."""
+    """Bytes that pass the busiest link in a step, each way, by the way of synchronisation.
+
+    An ``all_reduce`` passes the whole table, as if it were dense.
+    """
 
     servers: float
-    """Rows pushed to servers and pulled from them."""
     all_gather: float
-    """Everybody's rows to everybody."""
     all_reduce: float
-    """As if it were dense."""
 
 
 def traffic(size_bytes: float, row_bytes: float, alpha: float, topology: Topology) -> Traffic:
-    """W = ``size_bytes``, in rows of ``row_bytes``, of which a worker touches a share ``alpha``.
+    """The traffic of a table of W = ``size_bytes`` whose workers touch a share ``alpha`` each.
 
-    With N nodes, R workers, P pushes from each node, and V the bytes of a push with its row
-    numbers: a server beside each node's workers costs that node's link (N-1)/N P V of pushes and as
-    much of replies, k dedicated ones cost the busier link max(1, N/k) P V. An all-gather passes
+    There are N nodes, R workers, P pushes from each node, and a push has V bytes with its row
+    numbers. A server beside each node's workers costs that node's link (N-1)/N P V of pushes and as
+    much of replies; k dedicated ones cost the busier link max(1, N/k) P V. An all-gather passes
     (R-1) alpha W on, a ring ordered by node 2 (R-1)/R W. On one node processes count as its links.
     """
     nodes, ranks = topology.nodes, topology.workers

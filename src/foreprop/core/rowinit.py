@@ -1,6 +1,6 @@
-"""How servers make the rows of a remote table, whose values no worker ever has as a whole.
+"""How servers make the rows of a remote table, which no worker ever has as a whole.
 
-A row's values depend on the table's key and the row's number alone, so they are the same for any
+A row's values depend on the table's key and the row's number alone. So they are the same for any
 number of servers, and a row that no step has touched can be made again whenever it is wanted.
 """
 
@@ -15,8 +15,7 @@ from fnmatch import fnmatchcase
 from foreprop.core.manifest import Distribution, RowInit
 from foreprop.errors import ConfigError
 
-DEFAULT = "normal(0, 1)"
-"""That of ``nn.Embedding.reset_parameters``."""
+DEFAULT = "normal(0, 1)"  # that of ``nn.Embedding.reset_parameters``
 _ENTRY = re.compile(r"\s*(?:([^=]+?)\s*=\s*)?(normal|uniform|constant)\s*\(([^()]*)\)\s*")
 _ARGUMENTS = {"normal": 2, "uniform": 2, "constant": 1}
 
@@ -24,10 +23,10 @@ _ARGUMENTS = {"normal": 2, "uniform": 2, "constant": 1}
 def row_init_of(
     name: str, text: str | None, *, seed: int = 0, padding_row: int | None = None
 ) -> RowInit:
-    """What the setting ``table_init`` says about the table of this name.
+    """How to make the table of this name by ``text``, the setting ``table_init``.
 
-    ``text`` has entries like ``uniform(-0.1, 0.1)`` or ``words.*=normal(0, 0.01)``, with semicolons
-    between them; the first whose pattern matches counts. Raises `ConfigError`.
+    The setting has entries like ``uniform(-0.1, 0.1)`` or ``words.*=normal(0, 0.01)``, with
+    semicolons between them; the first one whose pattern matches counts. Raises `ConfigError`.
     """
     entries = (each for each in _entries(text) if each[0] is None or fnmatchcase(name, each[0]))
     _, distribution, arguments = next(entries, _parsed(DEFAULT))
@@ -41,7 +40,7 @@ def row_init_of(
 
 
 def check_table_init(text: str) -> None:
-    """Raises `ConfigError` for what `row_init_of` could not read."""
+    """Raise `ConfigError` for a setting that `row_init_of` could not read."""
     for _ in _entries(text):
         pass
 
@@ -56,7 +55,6 @@ def _entries(text: str | None) -> Iterator[tuple[str | None, Distribution, list[
 
 
 def _parsed(entry: str) -> tuple[str | None, Distribution, list[float]]:
-    """The pattern, if there is one, the distribution and its numbers."""
     found = _ENTRY.fullmatch(entry)
     if found is None:
         raise _unreadable(entry)

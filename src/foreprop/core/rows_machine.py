@@ -1,39 +1,43 @@
-"""Row-wise parameters: who holds which rows, and a server's part as a state machine.
+"""Rows of tables beside a server's slices: when they are updated, and which worker may read them.
 
-Theory of operation (Parallax, sections 2.2 and 5). Of an embedding's table a step touches few
-rows. So every server holds a shard of the rows; a worker pulls the rows of its batch before it
-looks them up, and pushes row numbers with those rows' gradients. When every worker has pushed, the
-server adds the gradients up in rank order and updates the touched rows. Nothing is sent back by
-itself: the next batch needs other rows. A pull names the step after which it wants the rows, so it
-may come early, and waits on the server until that step's update is done. If updates need the norm
-of all gradients, sum and update are two operations, with a ``barrier`` between them that the shards
-share with the server's slices (`core.barrier`).
+Theory of operation (Parallax, sections 2.2 and 5). A step touches few rows of an embedding's table.
+So every server holds a *shard* of the rows; a worker pulls the rows of its batch before it looks
+them up, and pushes row numbers with those rows' gradients. To the closing rule a shard is a slice
+like others. What differs:
 
-Of a remote table (one that no worker has) nobody sends the values: each server makes its rows, and
-may be asked for them at once.
+- Nothing is sent back unasked, for the next batch needs other rows. Where a slice's values would be
+  sent, the worker *may read*. A pull names the step after which it wants the rows, so it may come
+  early; then it waits until the worker may read as of that step.
+- A worker that looks nothing up does not wait, and may push its next step before it may read. Such
+  a push is *held*: the rule sees a worker's push when the one before is answered, as ever.
+- Shards are updated beside the slices, each with one update at a time, the earliest step first.
+
+Nobody sends the values of a remote table, which no worker has: each server makes its rows, and may
+be asked for them at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from foreprop.core.barrier import HeldSums, StepBarrier
-from foreprop.core.closing import AllMembers, unlike_values
-from foreprop.core.collect import NEVER, SliceState, check_giver, with_gradient
-from foreprop.core.frames import (
-    FailSession,
-    InstallValue,
-    NormArrived,
-    PeerLeft,
-    Peers,
-    PullArrived,
-    PushArrived,
-    SendNormPart,
-    ValueArrived,
+from foreprop.core.closing import RanksApart
+from foreprop.core.collect import (
+    NEVER,
+    AnswerSlice,
+    DropPush,
+    SliceState,
+    SumSlice,
+    UpdateSlice,
 )
-from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.shards import Shard
+from foreprop.core.frames import FailSession, PeerLeft, PullArrived, PushArrived, ValueArrived
+from foreprop.core.membership import PeerDropped
+from foreprop.core.norm import SquareSum
+from foreprop.core.server_machine import Rule, ServerMachine
+from foreprop.core.slicing import Shard, Slice
+from foreprop.core.wire import Flag
 from foreprop.errors import InternalError, RemoteProtocolError
 
 
@@ -58,174 +62,238 @@ class SumRows(NamedTuple):
     shard: int
     step: int
     ranks: tuple[int, ...]
+    counted: tuple[int, ...] | None = None
 
 
 class UpdateRows(NamedTuple):
+    """Update the rows with the gradients of ``ranks``, ascending; without ranks there is none."""
+
     shard: int
     step: int
     ranks: tuple[int, ...]
-    """The ranks that had a gradient, ascending. Empty: no update."""
+    counted: tuple[int, ...] | None = None
 
 
 class AnswerRows(NamedTuple):
-    """Copy the wanted rows now: the next update may come before they are sent."""
+    """Send the wanted rows; copy them now, for the next update may come before they leave."""
 
     rank: int
     shard: int
     step: int
     request: int
     priority: int
+    flags: int = 0
 
 
-RowsInstruction = UpdateRows | SumRows | SendNormPart | InstallValue | AnswerRows | FailSession
+@dataclass(slots=True, eq=False)
+class _Shard:
+    """One shard: the rule's ``state``, and what only this machine knows."""
+
+    state: SliceState
+    doing: UpdateSlice | SumSlice | None = None
+    due: list[UpdateSlice | SumSlice] = field(default_factory=list)
+    """The closed rounds that wait for the one under way."""
+    pulls: list[PullArrived] = field(default_factory=list)
+    """The pulls that wait until their worker may read."""
+    pushed: dict[int, int] = field(default_factory=dict)  # by rank, the last step
+    read: dict[int, int] = field(default_factory=dict)  # by rank, as of which step it may
+    unanswered: set[int] = field(default_factory=set)
+    """The ranks whose last push that the rule has seen is not answered."""
+    held: dict[int, deque[PushArrived]] = field(default_factory=dict)  # by rank, later pushes
 
 
-class RowsMachine:
-    """Decides when a server updates a shard and when it answers pulls. Not thread-safe.
+class RowsMachine(ServerMachine[Rule]):
+    """A server's machine that also has ``shards``; ``about`` is `ServerMachine`'s.
 
-    ``names`` are the parameters' names, for messages; ``index`` is the server's own; ``peers`` push
-    to it.
+    Answers among the instructions that come together must be followed with the lock held.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        *,
-        index: int,
-        peers: Peers,
-        names: Sequence[str],
-        barrier: StepBarrier | None = None,
-    ) -> None:
-        self._index = index
-        self._peers = peers
-        self._states = {
-            shard.number: _state_of(shard, names[shard.parameter])
-            for shard in shards
-            if shard.server == index
-        }
-        self._pulls: dict[int, list[PullArrived]] = {number: [] for number in self._states}
-        """By shard, those that wait for their step."""
-        self._closing = AllMembers(self._states, peers, ahead=True)
-        self._needs_norm = barrier is not None
-        self._summing: dict[int, tuple[int, ...]] = {}  # by shard, whose gradients
-        self._held = HeldSums(barrier, "shard")
-        self._handlers: dict[type, Callable[[Any], Sequence[RowsInstruction]]] = {
-            PushArrived: self._on_push_arrived,
-            ValueArrived: self._on_value_arrived,
-            PullArrived: self._on_pull_arrived,
+    def __init__(self, slices: Sequence[Slice], shards: Sequence[Shard], **about: Any) -> None:
+        states = {}
+        for shard in shards:
+            if shard.server == about["index"]:
+                name = about["names"][shard.parameter]
+                done = (0, 0) if shard.remote else NEVER  # nobody sends a remote table's values
+                what, use = f"rows of {name}", f"used rows of {name}"
+                states[shard.number] = SliceState(shard.number, name, what=what, use=use, done=done)
+        self._shards = {number: _Shard(state) for number, state in states.items()}
+        self._leaving: set[int] = set()
+        """The peers that have said goodbye while pushes of theirs are held."""
+        super().__init__(slices, shards=states, **about)
+        self._handlers |= {
             RowsSummed: self._on_rows_summed,
-            NormArrived: self._on_norm_arrived,
             RowsUpdated: self._on_rows_updated,
-            PeerLeft: lambda event: self._closing.leave(event.rank),
+            PeerDropped: self._on_peer_dropped,
         }
 
-    def handle(self, event: Any) -> Sequence[RowsInstruction]:
-        """The only way state changes; `RemoteProtocolError` leaves the state as it was."""
-        handler = self._handlers.get(type(event))
-        if handler is None:
-            raise InternalError(f"a server of rows does not know the event {event!r}")
-        return handler(event)
-
-    # Read-only views.
-    def incomplete(self) -> list[tuple[int, int]]:
-        """Shards that some but not all workers have pushed: (shard, step)."""
-        return self._closing.incomplete()
-
-    def describe_wait(self, shard: int, step: int) -> str:
-        """What a shard waits for at this step, in words."""
-        state = self._state(shard)
-        name = state.name
+    def describe_wait(self, slice_: int, step: int) -> str:
+        shard = self._shards.get(slice_)
+        if shard is None:
+            return super().describe_wait(slice_, step)
+        state, rows = shard.state, f"the rows of {shard.state.name}"
+        if state.rounds:
+            step = min(step, state.oldest[0])  # what comes after that is held
+        if waits := self.closing.describe(state, step):
+            return f"the update of {rows} {waits}"
         if state.done_step >= step:
-            return f"the rows of {name} are updated"
-        if state.updating == step:
-            if shard in self._held:
-                others = (self.describe_wait(*each) for each in self.incomplete())
-                wait = self._held.describe(others)
-                return f"the rows of {name} are summed and wait for {wait}"
-            return f"the rows of {name} are being updated"
-        missing = self._peers.names(self._closing.missing(state, step))
-        return f"the rows of {name} wait for the push of {missing}"
+            return f"{rows} are updated"
+        if slice_ in self._held:
+            others = (self.describe_wait(*each) for each in self.incomplete())
+            return f"{rows} are summed and wait for {self._held.describe(slice_, others)}"
+        return f"{rows} are being updated"
 
-    # Handlers.
-    def _on_push_arrived(self, event: PushArrived) -> Sequence[RowsInstruction]:
-        state = self._state(event.slice)
-        self._closing.note(state, event)
-        return self._next(state)
-
-    def _on_value_arrived(self, event: ValueArrived) -> Sequence[RowsInstruction]:
-        rank, shard, step, _ = event
-        state = self._state(shard)
-        check_giver(self._peers, rank)
-        state.take_values(step, state.at(step))
-        return [] if step else [InstallValue(shard), *self._answers(state)]
-
-    def _on_pull_arrived(self, event: PullArrived) -> Sequence[RowsInstruction]:
-        state = self._state(event.slice)
-        self._closing.check_present(event.rank, state)
-        if event.step < state.done_step:
+    # Pushes.
+    def _on_push_arrived(self, event: PushArrived) -> Sequence[Any]:
+        rank, number, step = event[:3]
+        shard = self._shards.get(number)
+        if shard is None:
+            return super()._on_push_arrived(event)
+        self._check_present(rank, shard, f"pushed rows of {shard.state.name}")
+        if step <= (last := shard.pushed.get(rank, 0)):
             raise RemoteProtocolError(
-                f"{self._peers.name(event.rank)} pulled rows of {state.name} as of"
-                f" step {event.step}; step {state.done_step} is done"
+                f"{self._peers.name(rank)} pushed rows of {shard.state.name} for step {step} after"
+                f" step {last}"
             )
-        self._pulls[event.slice].append(event)
-        return self._answers(state)
+        if rank in shard.unanswered:
+            shard.held.setdefault(rank, deque()).append(event)
+            instructions: Sequence[Any] = []
+        else:
+            instructions = self._show(shard, event)
+        shard.pushed[rank] = step
+        return instructions
 
-    def _on_rows_summed(self, event: RowsSummed) -> Sequence[RowsInstruction]:
-        ranks = self._summing.pop(event.shard, None)
-        if ranks is None:
-            raise InternalError("a sum of rows finished that nobody started")
-        step = self._state(event.shard).updating
-        return self._held.hold(event.shard, step, ranks, event.part)
+    def _check_present(self, rank: int, shard: _Shard, what: str) -> None:
+        self._members.check_rank(rank)
+        if rank in self._members.left or rank in self._leaving:
+            raise RemoteProtocolError(f"{self._peers.name(rank)} {what} after its goodbye")
 
-    def _on_norm_arrived(self, event: NormArrived) -> Sequence[RowsInstruction]:
-        released = self._held.release(skip=event.skip)
-        return [UpdateRows(shard, event.step, ranks) for shard, ranks in released]
+    def _show(self, shard: _Shard, push: PushArrived) -> Sequence[Any]:
+        """Let the rule see a push."""
+        instructions = self.closing.add(shard.state, push)
+        if push.rank in self._members.here:
+            shard.unanswered.add(push.rank)
+        return self._follow(instructions)
 
-    def _on_rows_updated(self, event: RowsUpdated) -> Sequence[RowsInstruction]:
-        state = self._state(event.shard)
-        waits = event.shard in self._summing or event.shard in self._held
-        if not state.updating or waits:
-            raise InternalError("an update of rows finished that nobody started")
-        state.done, state.updating = (state.updating, 0), 0
-        return [*self._answers(state), *self._next(state)]
-
-    # Shared pieces.
-    def _state(self, shard: int) -> SliceState:
-        state = self._states.get(shard)
-        if state is None:
-            raise RemoteProtocolError(f"shard {shard} does not belong to server {self._index}")
-        return state
-
-    def _next(self, state: SliceState) -> Sequence[RowsInstruction]:
-        """Start the oldest step's update, or sum, if every worker has pushed it; one at a time."""
-        if state.updating or not state.rounds:
+    def _show_next(self, shard: _Shard, rank: int) -> Sequence[Any]:
+        """Let the rule see the first push that is held of this rank."""
+        held = shard.held.get(rank)
+        if not held:
             return []
-        shard, step, pushed = state.number, state.oldest[0], state.rounds[state.oldest]
-        if not self._closing.is_full(pushed):
-            return self._closing.missing_for_ever(state)
-        unlike = unlike_values(self._peers, state, step, pushed)
-        if unlike:
-            return unlike
-        del state.rounds[state.oldest]
-        state.updating = step
-        ranks = with_gradient(pushed)
-        if not self._needs_norm:
-            return [UpdateRows(shard, step, ranks)]
-        if not ranks:
-            return self._held.hold(shard, step, ranks, ZERO)
-        self._summing[shard] = ranks
-        return [SumRows(shard, step, ranks)]
+        push = held.popleft()
+        try:
+            instructions = self._show(shard, push)
+        except RanksApart as error:  # no thread that receives from this rank could raise it now
+            return [FailSession(str(error), -1, push.step)]
+        if rank in self._leaving and not self._holds(rank):
+            self._leaving.remove(rank)
+            instructions = [*instructions, *self._on_peer_left(PeerLeft(rank))]
+        return instructions
 
-    def _answers(self, state: SliceState) -> Sequence[RowsInstruction]:
-        """Of the pulls that have waited for the step that is done."""
-        pulls = self._pulls[state.number]
-        due = [pull for pull in pulls if pull.step <= state.done_step]
-        self._pulls[state.number] = [pull for pull in pulls if pull.step > state.done_step]
-        return [AnswerRows(p.rank, p.slice, p.step, p.request, p.priority) for p in due]
+    # Peers that go.
+    def _holds(self, rank: int) -> bool:
+        return any(shard.held.get(rank) for shard in self._shards.values())
 
+    def _on_peer_left(self, event: PeerLeft) -> Sequence[Any]:
+        if self._holds(event.rank):
+            self._leaving.add(event.rank)
+            return []
+        return super()._on_peer_left(event)
 
-def _state_of(shard: Shard, name: str) -> SliceState:
-    """Nobody sends the values of a remote table."""
-    what, use = f"rows of {name}", f"used rows of {name}"
-    done = (0, 0) if shard.remote else NEVER
-    return SliceState(shard.number, name, what=what, use=use, done=done)
+    def _on_peer_dropped(self, event: PeerDropped) -> Sequence[Any]:
+        rank = event.rank
+        instructions = self._follow(self.closing.handlers[PeerDropped](event))
+        self._leaving.discard(rank)
+        dropped: list[DropPush] = []
+        for number, shard in self._shards.items():  # the rule has seen none of what is held
+            dropped += (DropPush(number, rank, push.step) for push in shard.held.pop(rank, ()))
+            shard.pulls = [pull for pull in shard.pulls if pull.rank != rank]
+            shard.unanswered.discard(rank)
+        return [*instructions, *dropped]
+
+    # Updating.
+    def _queue(self, due: UpdateSlice | SumSlice) -> Sequence[Any]:
+        shard = self._shards.get(due.slice)
+        if shard is None:
+            return super()._queue(due)
+        shard.due.append(due)
+        return self._begin_next(shard)
+
+    def _begin_next(self, shard: _Shard) -> Sequence[SumRows | UpdateRows]:
+        if shard.doing is not None or not shard.due:
+            return []
+        shard.doing = due = min(shard.due, key=lambda each: each.step)
+        shard.due.remove(due)
+        if isinstance(due, SumSlice):
+            return [SumRows(*due)]
+        return [UpdateRows(due.slice, due.step, due.ranks, due.counted)]
+
+    def _on_rows_summed(self, event: RowsSummed) -> Sequence[Any]:
+        shard = self._shards[event.shard]
+        summed, shard.doing = shard.doing, None
+        if not isinstance(summed, SumSlice):
+            raise InternalError("a sum of rows finished that nobody started")
+        return [*self._held.hold(*summed, event.part), *self._begin_next(shard)]
+
+    def _on_rows_updated(self, event: RowsUpdated) -> Sequence[Any]:
+        shard = self._shards[event.shard]
+        update = shard.doing
+        if not isinstance(update, UpdateSlice):
+            raise InternalError("an update of rows finished that nobody started")
+        instructions = self._follow(self.closing.updated(shard.state, update, 0))
+        shard.doing = None
+        return [*instructions, *self._answer_pulls(shard), *self._begin_next(shard)]
+
+    # Reading.
+    def _on_value_arrived(self, event: ValueArrived) -> Sequence[Any]:
+        shard = self._shards.get(event.slice)
+        if shard is None:
+            return super()._on_value_arrived(event)
+        if event.step and self.closing.steps_may_differ:
+            raise RemoteProtocolError(
+                f"{self._peers.name(event.rank)} sent rows of {shard.state.name} for step"
+                f" {event.step}, and workers may be in different steps"
+            )
+        return [*super()._on_value_arrived(event), *self._answer_pulls(shard)]
+
+    def _on_pull_arrived(self, event: PullArrived) -> Sequence[Any]:
+        rank, number, step = event[:3]
+        shard = self._shards.get(number)
+        if shard is None:
+            return super()._on_pull_arrived(event)
+        self._check_present(rank, shard, f"used rows of {shard.state.name}")
+        if step < (newest := shard.read.get(rank, 0)):
+            raise RemoteProtocolError(
+                f"{self._peers.name(rank)} pulled rows of {shard.state.name} as of step {step};"
+                f" step {newest} is done"
+            )
+        shard.pulls.append(event)
+        return self._answer_pulls(shard)
+
+    def _answer(self, answer: AnswerSlice) -> Sequence[Any]:
+        shard = self._shards.get(answer.slice)
+        if shard is None:
+            return super()._answer(answer)
+        if not answer.step:  # the values that all begin with
+            return self._answer_pulls(shard)
+        shard.read |= dict.fromkeys(answer.ranks, answer.step)
+        shard.unanswered.difference_update(answer.ranks)
+        instructions: list[Any] = [*self._answer_pulls(shard)]
+        for rank in answer.ranks:
+            instructions += self._show_next(shard, rank)
+        return instructions
+
+    def _answer_pulls(self, shard: _Shard) -> Sequence[AnswerRows]:
+        """Answer the workers that may read: between two updates, never within one."""
+        if isinstance(shard.doing, UpdateSlice):
+            return []
+        answered, waiting = list[AnswerRows](), list[PullArrived]()
+        for pull in shard.pulls:
+            rank, number, step, priority, request = pull
+            if shard.state.done == NEVER or step > shard.read.get(rank, 0):
+                waiting.append(pull)
+                continue
+            is_late = self.closing.steps_may_differ and shard.state.done_step > step
+            flags = int(Flag.LATE) if is_late else 0
+            answered.append(AnswerRows(rank, number, step, request, priority, flags))
+        shard.pulls = waiting
+        return answered

@@ -1,18 +1,20 @@
 """The server's side of the protocol as a state machine (P3Server, P3 section 4.2).
 
-Theory of operation. A slice is ready, collected, closed, held at the barrier if there is one,
-combined and answered. Which pushes close it, and whom it then answers, its *closing rule* says
-(`core.closing`). A closed slice enters the update queue; one update is under way at a time, the
-most urgent first. The shell sums the gradients in rank order, whatever order they came in, so the
-bits never depend on timing. Answers leave at once, with the priority that the pushes carried,
-through a send queue for each peer (`core.sendqueue`). If updates need the norm of all gradients,
-sum and update are two operations, with a ``barrier`` between them (`core.barrier`).
+Theory of operation. A slice's pushes are collected, closed, held at the barrier if there is one,
+combined and answered. The *closing rule* decides which pushes close a round of a slice, and whom
+the server then answers (`core.closing`). A closed round enters the update queue; one update is
+under way at a time, the most urgent first. The shell sums the gradients in rank order, whatever
+order they came in, so the bits never depend on timing. Answers leave at once, with the priority
+that the pushes carried, through a send queue for each peer (`core.sendqueue`). If updates need the
+norm of all gradients, sum and update are two operations, with a ``barrier`` between them
+(`core.barrier`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from foreprop.core.barrier import HeldSums, StepBarrier
@@ -56,8 +58,9 @@ Rule = TypeVar("Rule", bound=ClosingRule)
 class ServerMachine(Generic[Rule]):
     """Decides what a server updates and sends next. Not thread-safe.
 
-    ``names`` are the parameters' names, for messages; ``index`` is the server's own. ``workers`` is
-    how many push to it, and ``peers`` who they are, who take ``turns``. ``closing`` makes the rule.
+    ``index`` is the server's own, and ``names`` are the parameters', for messages. So many
+    ``workers`` push to it, who are its ``peers`` and take ``turns``. ``closing`` makes the rule;
+    ``shards`` are what the rule closes beside slices (`core.rows_machine`).
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class ServerMachine(Generic[Rule]):
         barrier: StepBarrier | None = None,
         peers: Peers | None = None,
         turns: Turns = USUAL_TURNS,
+        shards: States = MappingProxyType({}),
     ) -> None:
         self._index = index
         self._peers = peers or each_worker(workers)
@@ -82,14 +86,15 @@ class ServerMachine(Generic[Rule]):
             number: _state_of(number, names[piece.parameter])
             for number, piece in self._slices.items()
         }
+        self._states.update(shards)
         self.closing = closing(self._states, self._peers)
         self._members = self.closing.members
         self._barrier = barrier
-        self._held = HeldSums(barrier, "slice")
+        self._held = HeldSums(barrier)
         self._updates: SendQueue[UpdateSlice | SumSlice] = SendQueue(order)
         self._updating: UpdateSlice | SumSlice | None = None
         self._measured: dict[int, tuple[UpdateSlice, tuple[SquareSum, ...], int]] = {}
-        """Averaged, by slice, until all of the round are; the flags of the answer last."""
+        """The slices that are averaged, until all of the round are; last the answer's flags."""
         self._replies = Replies(self._peers, order=order, reply=reply, turns=turns)
         self._handlers: dict[type, Callable[[Any], Sequence[Any]]] = {
             PushArrived: self._on_push_arrived,
@@ -112,34 +117,34 @@ class ServerMachine(Generic[Rule]):
         of_rule = self.closing.handlers.get(type(event))
         if of_rule is None:
             raise InternalError(f"a server does not know the event {event!r}")
-        return self._go_on(of_rule(event))
+        return self._follow(of_rule(event))
 
     # Read-only views.
     def owned(self, slice_: int) -> Slice:
         """The slice, if it is this server's; raises `RemoteProtocolError` otherwise."""
         piece = self._slices.get(slice_)
         if piece is None:
-            raise RemoteProtocolError(f"slice {slice_} does not belong to server {self._index}")
+            raise self._foreign(slice_)
         return piece
 
     def _state(self, slice_: int) -> SliceState:
-        self.owned(slice_)
-        return self._states[slice_]
+        state = self._states.get(slice_)
+        if state is None:
+            raise self._foreign(slice_)
+        return state
+
+    def _foreign(self, slice_: int) -> RemoteProtocolError:
+        return RemoteProtocolError(f"slice {slice_} does not belong to server {self._index}")
 
     @property
     def queue_depth(self) -> int:
         return len(self._replies.lanes)
 
     @property
-    def update_depth(self) -> int:
-        return len(self._updates)
-
-    @property
     def sending_to(self) -> set[int]:
         return {frame.peer for frame in self._replies.lanes.items()}
 
     def has_sent_all(self, rank: int) -> bool:
-        """Whether nothing for this peer is queued or under way."""
         return self._replies.lanes.is_idle(rank)
 
     def describe_wait(self, slice_: int, step: int) -> str:
@@ -157,49 +162,49 @@ class ServerMachine(Generic[Rule]):
             return f"{name} is averaged; {self.describe_wait(waiting[0], step)}"
         if slice_ in self._held:
             others = (self.describe_wait(*each) for each in self.incomplete())
-            return f"{name} is summed and waits for {self._held.describe(others)}"
+            return f"{name} is summed and waits for {self._held.describe(slice_, others)}"
         return f"{name} is queued for its update, with {len(self._updates) - 1} other slices"
 
     def priorities(self) -> list[tuple[int, int]]:
-        """By slice, as it was pushed last."""
-        return [(number, state.priority) for number, state in self._states.items()]
+        """The priority that each slice was pushed with last."""
+        return [(number, self._states[number].priority) for number in self._slices]
 
     def incomplete(self) -> list[tuple[int, int]]:
-        """Slices that some wait for, because others have not pushed: (slice, step)."""
         return self.closing.incomplete()
 
     def awaited(self) -> set[int]:
-        """The members that some slice waits for, or that stay when others have left."""
+        """The members that some slice waits for, and once any has left, all that have not."""
         found: set[int] = set()
         for slice_, step in self.incomplete():
             found.update(self.closing.missing(self._states[slice_], step))
         return found | (self._members.here - self._members.left if self._members.left else set())
 
     def can_spare(self, rank: int) -> bool:
-        """Whether the session can go on without this member."""
         return self.closing.can_spare(rank)
 
     # Collecting and closing.
     def _on_push_arrived(self, event: PushArrived) -> Sequence[Any]:
         state = self._states.get(event.slice) or self._state(event.slice)
-        return self._go_on(self.closing.add(state, event))
+        return self._follow(self.closing.add(state, event))
 
-    def _go_on(self, told: Sequence[Any]) -> Sequence[Any]:
-        """What a rule has said: what is closed queues for its update, answers for their peers."""
+    def _follow(self, instructions: Sequence[Any]) -> Sequence[Any]:
+        """Do what a rule says: closed rounds queue for their updates, and answers for their peers.
+
+        Returns what is left for the shell.
+        """
         followed: list[Any] = []
-        for each in told:
+        for each in instructions:
             kind = type(each)
             if kind is UpdateSlice:
                 slice_, step, ranks = each[:3]
                 needs_norm = self._barrier is not None and not each.gradient
                 if needs_norm and not ranks:
-                    followed += self._held.hold(slice_, step, ranks, ZERO)
+                    followed += self._held.hold(slice_, step, ranks, each.counted, ZERO)
                     continue
-                due = SumSlice(slice_, step, ranks) if needs_norm else each
-                self._updates.push(step, self._states[slice_].priority, due)
-                followed += self._next_update()
-            elif kind is AnswerSlice and not self.closing.binds:
-                self._replies.answer(each)
+                due = SumSlice(slice_, step, ranks, each.counted) if needs_norm else each
+                followed += self._queue(due)
+            elif kind is AnswerSlice:
+                followed += self._answer(each)
             elif kind is MessageReady:
                 self._replies.send(each)
             elif kind is PullArrived:
@@ -213,10 +218,10 @@ class ServerMachine(Generic[Rule]):
         return followed
 
     def _on_peer_left(self, event: PeerLeft) -> Sequence[Any]:
-        return self._go_on(self.closing.leave(event.rank)) or self._end()
+        return self._follow(self.closing.leave(event.rank)) or self._end()
 
     def _end(self) -> list[Finish]:
-        """All have said goodbye; what is passed on has left."""
+        """The end, if all have said goodbye, and all that is passed on has left."""
         is_under_way = self.closing.passes_on and (self._updating or self._updates.heap)
         is_ended = self._members.all_left and not is_under_way and self.has_sent_all(SERVER)
         return [Finish()] if is_ended else []
@@ -226,22 +231,36 @@ class ServerMachine(Generic[Rule]):
         summed, self._updating = self._updating, None
         if not isinstance(summed, SumSlice):
             raise InternalError("a sum is done that nobody started")
-        told = self._held.hold(*summed, event.part)
-        return [*told, *self._next_update()]
+        return [*self._held.hold(*summed, event.part), *self._next_update()]
 
     def _on_norm_arrived(self, event: NormArrived) -> Sequence[Any]:
-        if self._barrier is None or event.rank != 0:
+        if self._barrier is None or not self._barrier.takes(event.rank):
             raise RemoteProtocolError(
                 f"{self._peers.name(event.rank)} sent the norm of step {event.step}, which is not"
                 " awaited"
             )
-        self._barrier.release(event.step)
-        for slice_, ranks in self._held.release(skip=event.skip):
-            update = UpdateSlice(slice_, event.step, ranks)
-            self._updates.push(event.step, self._states[slice_].priority, update)
-        return self._next_update()
+        if self._barrier.has_been_told(event.step):
+            return []
+        whose = self._barrier.whose(event.rank)
+        self._barrier.release(event.step, whose)
+        released = self._held.release(whose, skip=event.skip)
+        followed: list[Any] = []
+        for slice_, held in sorted(released, key=lambda each: self._states[each[0]].priority):
+            ranks, counted = held
+            followed += self._queue(UpdateSlice(slice_, event.step, ranks, counted=counted))
+        return followed
 
     # Updating, and answering.
+    def _queue(self, due: UpdateSlice | SumSlice) -> Sequence[Any]:
+        self._updates.push(due.step, self._states[due.slice].priority, due)
+        return self._next_update()
+
+    def _answer(self, answer: AnswerSlice) -> Sequence[Any]:
+        if self.closing.binds:
+            return [answer]
+        self._replies.answer(answer)
+        return []
+
     def _next_update(self) -> Sequence[Any]:
         if self._updating is not None or not self._updates.heap:
             return []
@@ -256,15 +275,15 @@ class ServerMachine(Generic[Rule]):
         is_valued = state.valued == update.step and not update.gradient
         flags = 0 if update.ranks or is_valued else int(Flag.UNCHANGED)
         if event.squares:
-            told = self._note_squares(update, event.squares, flags)
+            instructions = self._note_squares(update, event.squares, flags)
         else:
-            told = self.closing.updated(state, update, flags)
-        return [*self._go_on(told), *self._next_update()]
+            instructions = self.closing.updated(state, update, flags)
+        return [*self._follow(instructions), *self._next_update()]
 
     def _note_squares(
         self, update: UpdateSlice, squares: tuple[SquareSum, ...], flags: int
     ) -> Sequence[Any]:
-        """With the last slice of a round all of them are told.
+        """Answer all slices of a round when the last one's squares are known.
 
         Until then no average goes back: workers cannot use any before they know the norm, and on
         a shared link averages would hold up gradients, and so the norm.
@@ -274,12 +293,13 @@ class ServerMachine(Generic[Rule]):
             return []
         measured = [self._measured[slice_] for slice_ in sorted(self._slices)]
         self._measured.clear()
-        told: list[Any] = [
+        instructions: list[Any] = [
             SendSquares(update.step, tuple(chain.from_iterable(each[1] for each in measured)))
         ]
-        for held, _, flags_of in measured:
-            told += self.closing.updated(self._states[held.slice], held, flags_of)
-        return told
+        for averaged, _, answer_flags in measured:
+            state = self._states[averaged.slice]
+            instructions += self.closing.updated(state, averaged, answer_flags)
+        return instructions
 
     # Values.
     def _on_value_arrived(self, event: ValueArrived) -> Sequence[Any]:
@@ -287,17 +307,17 @@ class ServerMachine(Generic[Rule]):
         state = self._state(slice_)
         if rank != SERVER:
             check_giver(self._peers, rank)
-        if step and self.closing.may_be_apart:
+        if step and self.closing.steps_may_differ:
             return []  # the shell compares them
         state.take_values(step, state.collecting)
         if step:
             return []
         state.priority = priority
         others = tuple(sorted(self._members.of_step(0) - {rank}))
-        told: list[Any] = [InstallValue(slice_), AnswerSlice(slice_, 0, priority, others)]
+        instructions: list[Any] = [InstallValue(slice_), AnswerSlice(slice_, 0, priority, others)]
         if self.closing.passes_on and rank != SERVER:
-            told.append(MessageReady(SERVER, Kind.VALUE, 0, priority, slice_, NO_TOKEN))
-        return self._go_on(told)
+            instructions.append(MessageReady(SERVER, Kind.VALUE, 0, priority, slice_, NO_TOKEN))
+        return self._follow(instructions)
 
     # A lost server's slices (`core.takeover`).
     def _on_slices_settled(self, event: SlicesSettled) -> Sequence[Any]:
@@ -313,7 +333,7 @@ class ServerMachine(Generic[Rule]):
     def _on_pull_arrived(self, event: PullArrived) -> Sequence[Any]:
         state = self._state(event.slice)
         self._members.check_rank(event.rank)
-        return self._go_on(self.closing.pull(state, event))
+        return self._follow(self.closing.pull(state, event))
 
     # Frames.
     def _on_frame_sent(self, event: FrameSent) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""How far workers may run ahead of each other: SSP and ASGD as a server's closing rule.
+"""Workers may run ahead of each other by some steps: SSP and ASGD as a server's closing rule.
 
 Theory of operation. A worker's push of step c is answered with the slice's values when two things
 hold: its own update is in them, and so are all workers' updates up to step c - s. A worker uses
@@ -8,16 +8,16 @@ while it is more than s steps ahead of the slowest.
 
 - s = 0 is BSP: all pushes of a step are one update, which is `core.closing.AllMembers`.
 - s > 0 is SSP (Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter
-  Server, NIPS 2013, section 2): each push is an update by itself, in the order in which they come,
-  those most behind first, so that the others wait less.
+  Server, NIPS 2013, section 2): each push is an update by itself. Updates are made in the order in
+  which pushes come, those most behind first, so that the others wait less.
 - "async" is ASGD: there is no bound, and a worker waits for its own update only (P3 appendix B.2).
 
-An update by itself is one worker's share of the mean. Whoever applies it divides the gradient by
-all workers, so that as many steps move the parameters as far as with BSP.
+An update by itself is one worker's share of the mean: the gradient is divided by the number of all
+workers, so that as many steps move the parameters as far as with BSP.
 
 Rules: the steps of which a worker pushes a slice increase, and it has been answered about one when
-it pushes the next. Values come from rank 0 at the start only; later, each worker may ask for those
-of the moment (a pull of step 0), when it is owed no answer. The workers' machine
+it pushes the next. Values come from rank 0 at the start only; later, each worker may ask for the
+present ones (a pull of step 0), when it is owed no answer. The workers' machine
 (`core.worker_machine`) is that of BSP.
 """
 
@@ -31,14 +31,12 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 from foreprop.core.closing import (
     AllMembers,
     ClosingRule,
-    Handlers,
     States,
+    check_owed_nothing,
     first_failure,
-    values_of_now,
 )
 from foreprop.core.collect import AnswerSlice, SliceState, UpdateSlice
 from foreprop.core.frames import FailSession, Peers, PullArrived, PushArrived
-from foreprop.core.membership import Members
 from foreprop.core.wire import Flag
 from foreprop.errors import ConfigError, InternalError, RemoteProtocolError
 
@@ -47,7 +45,7 @@ ASYNC: Staleness = "async"
 
 
 def parse_staleness(name: str, text: str) -> Staleness:
-    """Of ``0``, ``4`` or ``async``; raises `ConfigError` that begins with ``name``."""
+    """The staleness in ``0``, ``4`` or ``async``; raises a `ConfigError` about ``name``."""
     if text.strip() == ASYNC:
         return ASYNC
     if not text.strip().isdecimal():
@@ -58,7 +56,7 @@ def parse_staleness(name: str, text: str) -> Staleness:
 
 
 def most_steps_apart(staleness: Staleness) -> float:
-    """s as a number; raises `ConfigError`."""
+    """How many steps workers may be apart; raises `ConfigError`."""
     if staleness == ASYNC:
         return math.inf
     if not isinstance(staleness, int) or staleness < 0:
@@ -68,30 +66,25 @@ def most_steps_apart(staleness: Staleness) -> float:
     return staleness
 
 
-class BoundedStaleness:
-    """See `core.closing.ClosingRule`. ``staleness``: s, or "async".
+class BoundedStaleness(ClosingRule):
+    """Each push closes a round by itself; ``staleness`` is s, or "async".
 
     An answer has the values of the moment at which its frame is sent: between two updates, never
     within one.
     """
 
-    may_be_apart, binds, passes_on = True, False, False
+    steps_may_differ = True
 
     def __init__(self, states: States, peers: Peers, *, staleness: Staleness) -> None:
-        self.handlers: Handlers = {}
-        self.members = Members(peers.count)
-        self._apart = most_steps_apart(staleness)
-        if not self._apart:
+        super().__init__(states, peers)
+        self._bound = most_steps_apart(staleness)
+        if not self._bound:
             raise InternalError("workers that are never apart have another rule (`AllMembers`)")
-        self._states = states
-        self._peers = peers
         self._applied = {slice_: [0] * peers.count for slice_ in states}
-        """By slice and rank: the last step that is in the values."""
+        """The last step of each rank that is in the values, by slice."""
         self._versions = dict.fromkeys(states, 0)
         self._seen = {slice_: [0] * peers.count for slice_ in states}
-        """By slice and rank: the version that the last answer had."""
-        for state in states.values():
-            self.begin(state)
+        """The version in each rank's last answer, by slice."""
 
     def begin(self, state: SliceState) -> None:
         state.last = [(0, 0)] * self._peers.count
@@ -107,24 +100,27 @@ class BoundedStaleness:
         return [(n, max(self._applied[n][rank] for rank in held[n])) for n in held if held[n]]
 
     def missing(self, state: SliceState, step: int) -> list[int]:
-        return [rank for rank, (last, _) in enumerate(state.last) if step - last > self._apart]
+        return [rank for rank, (last, _) in enumerate(state.last) if step - last > self._bound]
 
     def describe(self, state: SliceState, step: int) -> str:
         applied = self._applied[state.number]
         slowest = min(applied)
-        if self.waiting(state.number) and step - slowest > self._apart:
+        if self.waiting(state.number) and step - slowest > self._bound:
             return (
                 f"waits for rank {applied.index(slowest)}, which is at step {slowest}: step {step}"
-                f" may be {self._apart:g} ahead"
+                f" may be {self._bound:g} ahead"
             )
         return "has not been pushed" if step > max(state.last)[0] else ""
 
-    def can_spare(self, rank: int) -> bool:
-        return False
-
     # The life of a slice.
     def pull(self, state: SliceState, event: PullArrived) -> Sequence[Any]:
-        return values_of_now(self._peers, state, event)
+        if event.step:
+            raise RemoteProtocolError(
+                f"{self._peers.name(event.rank)} pulled slice {event.slice} of step {event.step};"
+                " it may ask for the values of now (step 0)"
+            )
+        check_owed_nothing(self._peers, state, event)
+        return [AnswerSlice(event.slice, 0, event.priority, (event.rank,))]
 
     def add(self, state: SliceState, push: PushArrived) -> Sequence[Any]:
         rank, slice_, step, priority, flags = push
@@ -154,15 +150,12 @@ class BoundedStaleness:
         for rank in update.counted or ():
             self._applied[slice_][rank] = step
         state.done = max(state.done, (step, 0))
-        return self._answer_fresh(slice_, state)
-
-    def _answer_fresh(self, slice_: int, state: SliceState) -> Sequence[AnswerSlice]:
-        """All that no longer have to wait for slower ones."""
+        # answer all that no longer have to wait for slower ones
         answers = []
         slowest, version = min(self._applied[slice_]), self._versions[slice_]
         for rank in self.waiting(slice_):
             step, priority = state.owed[rank]
-            if step - slowest > self._apart:
+            if step - slowest > self._bound:
                 continue
             del state.owed[rank]
             unchanged = Flag.UNCHANGED if self._seen[slice_][rank] == version else 0
@@ -170,22 +163,22 @@ class BoundedStaleness:
             answers.append(AnswerSlice(slice_, step, priority, (rank,), int(unchanged)))
         return answers
 
-    # Who goes.
+    # Workers that go.
     def leave(self, rank: int) -> Sequence[Any]:
         self.members.left.add(rank)
         return first_failure(self._states, self._stuck)
 
     def _stuck(self, state: SliceState) -> list[FailSession]:
-        """Fail if somebody waits for one that has left."""
+        """The failure, if a worker will wait for one that has left."""
         steps = [step for step, _ in state.last]
         ahead = max(steps)
         for rank in sorted(self.members.left):
             last = steps[rank]
-            if ahead - last <= self._apart:
+            if ahead - last <= self._bound:
                 continue
             reason = (
                 f"rank {rank} has left the session after step {last}, but rank"
-                f" {steps.index(ahead)} is at step {ahead}, and may be {self._apart:g}"
+                f" {steps.index(ahead)} is at step {ahead}, and may be {self._bound:g}"
                 f" steps ahead with {state.name}: all ranks must make the same number of steps"
             )
             return [FailSession(reason, rank, last)]
@@ -193,14 +186,14 @@ class BoundedStaleness:
 
 
 def rule_of(staleness: Staleness) -> Callable[[States, Peers], ClosingRule]:
-    """Of a session whose workers may be so many steps apart."""
+    """The closing rule where workers may be so many steps apart."""
     if not most_steps_apart(staleness):
         return AllMembers
     return partial(BoundedStaleness, staleness=staleness)
 
 
 def _maybe_unfit(push: PushArrived, name: str) -> FailSession | None:
-    """Of a push that has no meaning where each is an update by itself."""
+    """The failure for a push that has no meaning where each is an update by itself."""
     rank, _, step, _, flags = push
     who = f"rank {rank} (step {step}), but with staleness"
     if flags & Flag.GRADIENT:
@@ -233,11 +226,11 @@ Values = TypeVar("Values", bound=Elementwise)
 
 
 def compensate(gradient: Values, now: Values, then: Values, *, strength: float) -> Values:
-    """The gradient as it would be about ``now``, where it was computed about ``then``.
+    """The gradient as it would be at the values ``now``, if it was computed at those of ``then``.
 
-    g + lambda g g (w - w_bak), elementwise, with lambda = ``strength`` from 0: DC-ASGD (Zheng et
-    al., Asynchronous Stochastic Gradient Descent with Delay Compensation, ICML 2017, section 4).
-    ``then``: what the worker was last answered. 0 gives the gradient itself, to the bit.
+    This is g + lambda g g (w - w_bak), elementwise, with lambda = ``strength`` from 0: DC-ASGD
+    (Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation, ICML 2017,
+    section 4). ``then`` is the worker's last answer. 0 gives the gradient itself, to the bit.
     """
     if not 0 <= strength < math.inf:
         raise ConfigError(f"strength is {strength!r}; it must be finite and at least 0")

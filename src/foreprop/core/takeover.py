@@ -1,30 +1,38 @@
-"""A lost server's slices go on at others: from which round, and what has to be sent once more.
+"""A lost server's slices go on at other servers: from which round, and what is sent once more.
 
 Theory of operation. Where workers update, a server holds nothing but the pushes of open rounds: all
-values and all optimizer state are with every worker. Of each slice a worker keeps
+values and all optimizer state are with every worker. For each slice a worker keeps
 
 - a push's bytes until it is answered;
-- the last average, whole and beside the gradient, until the slice's next average comes. All have
-  pushed for that one, and so all have had the one before.
+- the last average, whole and beside the gradient, until the slice's next average comes. All workers
+  have pushed for that one, and so all have had the one before.
 
-So of any two workers none is more than one round ahead, and what the last one lacks is somewhere:
-the average with who has it, or, if nobody has, all pushes.
+So no worker is more than one round ahead of another, and what the last one lacks is somewhere: the
+average with a worker that has it, or, if none has, all pushes.
 
-Each slice has an order of servers, and is owned by the first that lives (`owner_of`): one that is
-lost changes nothing for slices that are not its own, whoever else has been lost. A worker closes
-its connection to a lost server, and then *claims* the slices at their next owner: it says which
-round's average it has. When all members that the owner knows have claimed a slice, it is *settled*:
-it goes on after the newest round that any of them has. Who lacks that round's average is *owed* it:
-one who has it gives it to the owner, which passes it on. A push of the round after it is sent again
-to the new owner.
+Each slice has an order of servers, and its owner is the first that lives (`owner_of`): the loss of
+a server changes nothing for slices that it did not own, whichever others have been lost. A worker
+closes its connection to a lost server, and then *claims* the slices at their next owner: it says
+which round's average it has. When all members that the owner knows have claimed a slice, it is
+*settled*: it goes on after the newest round whose average any of them has. A worker without that
+average is *owed* it: one that has it gives it to the owner, which passes it on. A push of the round
+after it is sent again to the new owner.
 
-A second loss changes who is awaited. If it takes the giver, another one gives; if nobody else has
-that average, nobody has used it, and the slice is settled anew: one round earlier, of which all
+A second loss changes whose claims are awaited. If the giver is lost, another worker gives; if none
+has that average, nobody has used it, and the slice is settled anew: one round earlier, of which all
 send their pushes again.
 
-A lost server may have dropped a worker that never heard of it, and gone on without. One that is
-more than a round behind cannot be helped: it is refused, or it is answered about another round than
-it awaits, and ends.
+**Moves.** A server that lives can give slices away in the same way (``rebalance_s``). All workers
+know before which round a slice *moves* to the next server in its order; the server that had it
+becomes the last. Each worker claims it there when it has the average of the round before. So a
+worker claims at the same server whether it has heard of the move, of the old owner's loss, or of
+both. A slice goes further in several moves, no two of them before the same round. All that must
+know a plan of moves hear it long before its first step (`LEAD_STEPS`), from whoever has heard it:
+so all do what it says before the same step.
+
+A lost server may have dropped a worker that never heard of it, and gone on without. A worker that
+is more than a round behind cannot be helped: it is refused, or it is answered about another round
+than it awaits, and ends.
 """
 
 from __future__ import annotations
@@ -34,32 +42,36 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from foreprop.core.collect import Round
-from foreprop.core.frames import RESTS
+from foreprop.core.frames import PACE_STEPS, RESTS, Round
 from foreprop.core.slicing import Slice
 from foreprop.errors import RemoteProtocolError
 
 NOBODY = -1
+EVERY = 2**32  # higher than any step
 
 
-def owner_of(slice_: int, home: int, servers: int, lost: Collection[int]) -> int:
-    """Whose a slice is: its home server's, or the first of the others that lives; or `NOBODY`.
+def owner_of(slice_: int, home: int, servers: int, lost: Collection[int], moves: int = 0) -> int:
+    """The server of a slice after so many moves: the first in its order that lives, or `NOBODY`.
 
-    Each slice has an order of the others of its own, so that the lost one's share is divided.
+    The order begins with the slice's ``home``. Each slice has an order of its own, so that a lost
+    server's share is divided.
     """
-    if home not in lost:
-        return home
-    first = slice_ % max(servers - 1, 1)
-    for turn in range(servers - 1):
-        server = (home + 1 + (first + turn) % (servers - 1)) % servers
+    for place in range(moves, moves + servers):
+        server = server_at(slice_, home, servers, place)
         if server not in lost:
             return server
     return NOBODY
 
 
-# Events, of a server.
+def server_at(slice_: int, home: int, servers: int, place: int) -> int:
+    """The server at this place in a slice's order."""
+    place %= servers
+    return (home + 1 + (slice_ + place - 1) % (servers - 1)) % servers if place else home
+
+
+# Events that only servers know.
 class SlicesSettled(NamedTuple):
-    """These are this server's from now on, and go on after these rounds."""
+    """These slices are this server's from now on, and go on after these rounds."""
 
     pieces: tuple[Slice, ...]
     rounds: Mapping[int, Round]
@@ -70,7 +82,7 @@ Again = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 
 
 class Claim(NamedTuple):
-    """The last round of a slice whose average a worker has."""
+    """A worker says which is the last round of a slice whose average it has."""
 
     slice: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
     step: Step
@@ -78,14 +90,15 @@ class Claim(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """Where a slice goes on."""
+    """A slice goes on after the newest round whose average a survivor has.
+
+    ``giver`` must give that average; `NOBODY` if none is owed it.
+    """
 
     slice: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
     step: Step
     again: Again
-    """The newest round that a survivor has the average of."""
     giver: Annotated[int, msgspec.Meta(ge=-1, lt=2**16)]
-    """Who is to give that, or `NOBODY`: none is owed it."""
 
     @property
     def round(self) -> Round:
@@ -93,39 +106,49 @@ class Settled(NamedTuple):
 
 
 class _Claimed:
-    """One slice."""
+    """The claims on one slice, and what is settled by them."""
 
-    __slots__ = ("by", "giver", "is_settled", "owed", "round")
+    __slots__ = ("by", "first", "giver", "is_settled", "owed", "round")
 
     def __init__(self) -> None:
+        self.first = 0  # the step before which it moves, or `EVERY`
         self.by: dict[int, Round] = {}
         self.is_settled = False
         self.round = RESTS
-        self.giver = NOBODY  # who has still to give
+        self.giver = NOBODY  # that has not given yet
         self.owed: tuple[int, ...] = ()
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_settled and self.giver == NOBODY
 
 
 class Takeovers:
     """Collects the claims on slices that come to one server. Not thread-safe.
 
-    ``awaited``: the members now, all of whom have to claim.
+    ``awaited`` gives the members that take part in a step, all of whom have to claim; for `EVERY`
+    step these are all members, also those whose first step is still to come.
     """
 
-    def __init__(self, awaited: Callable[[], Collection[int]]) -> None:
+    def __init__(self, awaited: Callable[[int], Collection[int]]) -> None:
         self._awaited = awaited
         self._slices: dict[int, _Claimed] = {}
 
     def missing(self) -> list[int]:
-        """Who has not claimed what others have."""
+        """The members that have not claimed what others have."""
         open_ = [each for each in self._slices.values() if not each.is_settled]
-        return sorted({m for each in open_ for m in self._awaited() if m not in each.by})
+        return sorted({m for each in open_ for m in self._awaited(each.first) if m not in each.by})
 
-    def add(self, member: int, claims: Sequence[Claim]) -> list[Settled]:
-        """Returns what is settled by them. `RemoteProtocolError` leaves everything as it was."""
+    def add(self, member: int, claims: Sequence[Claim], first: int = EVERY) -> list[Settled]:
+        """Note claims; returns what they settle. `RemoteProtocolError` leaves all as it was.
+
+        The slices move before the step ``first``; `EVERY`: their server is lost. A slice that was
+        settled here before has moved on since, and comes back.
+        """
         said = {claim.slice: (claim.step, claim.again) for claim in claims}
         for slice_, round_ in said.items():
             known = self._slices.get(slice_)
-            if known is None:
+            if known is None or known.is_over:
                 continue
             if known.is_settled or member in known.by:
                 raise RemoteProtocolError(f"rank {member} claims slice {slice_} out of turn")
@@ -136,11 +159,15 @@ class Takeovers:
                         f" round {theirs}: nobody can be more than one behind"
                     )
         for slice_, round_ in said.items():
-            self._slices.setdefault(slice_, _Claimed()).by[member] = round_
+            known = self._slices.get(slice_)
+            if known is None or known.is_over:
+                known = self._slices[slice_] = _Claimed()
+            known.by[member] = round_
+            known.first = max(known.first, first)
         return self._settle_all(said)
 
     def drop(self, member: int) -> list[Settled]:
-        """It is lost, too, and not ``awaited`` any more: what is settled by that, or anew."""
+        """Note that a member is lost, too; returns what that settles, perhaps once more."""
         for each in self._slices.values():
             each.by.pop(member, None)
             each.owed = tuple(other for other in each.owed if other != member)
@@ -153,11 +180,10 @@ class Takeovers:
         )
 
     def _settle_all(self, slices: Collection[int]) -> list[Settled]:
-        awaited = self._awaited()
         found = []
         for slice_ in slices:
             each = self._slices[slice_]
-            if not all(member in each.by for member in awaited):
+            if not all(member in each.by for member in self._awaited(each.first)):
                 continue
             each.is_settled = True
             each.round = newest = max(each.by.values())
@@ -167,8 +193,11 @@ class Takeovers:
             found.append(Settled(slice_, *newest, each.giver))
         return found
 
+    def claimed(self, slice_: int) -> Collection[int]:
+        return self._slices[slice_].by.keys()
+
     def check_given(self, member: int, slice_: int, round_: Round) -> None:
-        """Raises `RemoteProtocolError` for an average that the member was not to give."""
+        """Raise `RemoteProtocolError` for an average that the member must not give."""
         each = self._slices.get(slice_)
         if each is None or each.giver != member or each.round != round_:
             raise RemoteProtocolError(
@@ -176,7 +205,79 @@ class Takeovers:
             )
 
     def given(self, slice_: int) -> tuple[int, ...]:
-        """Its average is here: nobody has to give it any more. Returns who is owed it."""
+        """Note that a slice's average was given; returns the members that are owed it."""
         each = self._slices[slice_]
         each.giver = NOBODY
         return each.owed
+
+
+# Where servers are to own other shares: slices move, one place in their orders after another.
+LEAD_STEPS = PACE_STEPS
+"""A plan is passed on for so many steps: in each of them one that passes it on may die."""
+
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class MovePlan(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """What all do before the step ``first``, as a rank has planned it.
+
+    ``moves`` are how many moves each slice is to have made in all, of which it makes one before
+    each step; empty: links are measured.
+    """
+
+    first: _Number
+    by: _Number
+    moves: tuple[_Number, ...] = ()
+
+
+class MoveState(msgspec.Struct, frozen=True, array_like=True):
+    """What a newcomer has to know of moves, before those of its first step.
+
+    Each slice has ``made`` so many moves of those ``wanted``; ``plans`` are for later steps.
+    """
+
+    made: tuple[_Number, ...]
+    wanted: tuple[_Number, ...]
+    plans: tuple[MovePlan, ...]
+
+
+def loads_of(
+    slices: Sequence[Slice],
+    moves: Sequence[int],
+    *,
+    servers: int,
+    lost: Collection[int] = (),
+) -> list[int]:
+    loads = [0] * servers
+    for piece, made in zip(slices, moves, strict=True):
+        loads[owner_of(piece.number, piece.server, servers, lost, made)] += piece.elems
+    return loads
+
+
+def plan_moves(
+    slices: Sequence[Slice],
+    moves: Sequence[int],
+    shares: Sequence[int],
+    *,
+    lost: Collection[int] = (),
+) -> list[int]:
+    """How many moves each slice is to have made in all, so that servers own these ``shares``.
+
+    It has made ``moves``. Shares are relative to each other, and 0 for the ``lost``. A slice moves
+    no further than it must, and only from a server that has too much to one that has too little.
+    """
+    servers = len(shares)
+    planned = list(moves)
+    loads = loads_of(slices, moves, servers=servers, lost=lost)
+    wanted = [sum(loads) * share / sum(shares) for share in shares]
+    for distance in range(1, servers):
+        for number, piece in enumerate(slices):
+            about = (number, piece.server, servers)
+            owner = owner_of(*about, lost, planned[number])
+            to = server_at(*about, planned[number] + distance)
+            has_too_much = loads[owner] - piece.elems / 2 >= wanted[owner]
+            if to not in lost and has_too_much and loads[to] + piece.elems / 2 <= wanted[to]:
+                loads[owner] -= piece.elems
+                loads[to] += piece.elems
+                planned[number] += distance
+    return planned

@@ -1,14 +1,13 @@
-"""The wire format: a fixed header, then the payload's raw bytes. No socket is known here.
+"""The wire format: a fixed header, then the payload's raw bytes. This module knows no socket.
 
 A frame is ``magic, version, kind, flags, rank, step, slice, priority, payload_bytes`` in network
 byte order, two checks (36 bytes in all), and ``payload_bytes`` bytes. The invariant: any sequence
 of bytes either decodes or raises `RemoteProtocolError`, never anything else, and no length that
-came from a peer is used before somebody who knows the right length has agreed to it
-(``destination``).
+came from a peer is used before ``destination``, which knows the right length, has agreed to it.
 
-The checks are the CRC32C (RFC 3385) of the payload, and that of the header before it: a frame that
-was changed on the way is refused, its header before it is believed. On an encrypted connection
-nothing can be changed unseen, so both are 0 there and are not looked at.
+The checks are the CRC32C (RFC 3385) of the payload, and then that of the header so far: a frame
+that was changed on the way is refused, and its header is checked before it is used. On an encrypted
+connection nothing can be changed unseen, so both are 0 there and are not looked at.
 """
 
 from __future__ import annotations
@@ -16,28 +15,31 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from foreprop.errors import LocalProtocolError, RemoteProtocolError
+
+T = TypeVar("T")
 
 MAGIC = 0xF0E9
 PROTOCOL_VERSION = 3
 MAX_PAYLOAD_BYTES = 2**32 - 1
 MAX_CONTROL_BYTES = 64 * 1024 * 1024
-"""Bound for payloads whose size the receiver cannot know beforehand (manifest, failure)."""
+"""The bound for payloads whose size the receiver cannot know beforehand (manifest, failure)."""
 
 SIGNED = b"foreprop-signed1"
-"""How an entry of the store begins that is signed: see `core.authentication`."""
+"""How a signed entry of the store begins (`core.authentication`)."""
 
 _LAYOUT = struct.Struct("!HBBHHQIiI")
 _CHECK = struct.Struct("!I")
-_CHECKED_BYTES = _LAYOUT.size + _CHECK.size
-"""What the header's own check covers: its fields and the payload's check."""
+_CHECKED_BYTES = _LAYOUT.size + _CHECK.size  # by the header's own check
 HEADER_BYTES = _CHECKED_BYTES + _CHECK.size
 _UNSEALED = bytes(2 * _CHECK.size)
 
 Checksum = Callable[[bytes | bytearray | memoryview, int], int]
-"""CRC32C of bytes, where that of the bytes before them is the second argument, 0 at first."""
+"""CRC32C of bytes; the second argument is that of the bytes before them, 0 at first."""
 
 
 class Kind(IntEnum):
@@ -77,6 +79,7 @@ class Kind(IntEnum):
     CLAIM = 35  # W: by slice of a lost server, the last round whose average it has
     SETTLED = 36  # S: by slice the round that it goes on after, and who is to give its average
     TAKEN_OVER = 37  # W: that average
+    MOVES = 38  # W: what slices do before `step`; S: passed on to all members
     JOIN = 39  # W: count me from `step` on; S: whether that is promised
     JOINED = 40  # W: all servers have promised it; S: to all, who counts from which step on
     SERVERS = 41  # W: where all listen, or, as the first frame, the question; S: the answer
@@ -90,16 +93,18 @@ class Kind(IntEnum):
 class Flag(IntEnum):
     """Bits of the header's ``flags``."""
 
-    NONE = 0
     NO_GRADIENT = 1  # PUSH: unused in this step on this rank
     VALUE_CHANGED = 2  # PUSH: the parameter was changed by hand since the last step
+    DROPPED = VALUE_CHANGED  # REPLY: what it answers does not count
     UNCHANGED = 4  # REPLY, NOTIFY: no rank had a gradient; keep what you have
     MORE = 8  # ROWS_VALUE, ROWS_PUSH: another part follows
-    LATE = MORE  # PUSH: of values newer than its step's; REPLY: the values are newer than that
     AVERAGES = 16  # STATE, STATE_PULL: moving averages instead of the optimizer's state
     MASTER = 32  # STATE_PULL: the values in full instead of the optimizer's state
     BUILDS_ON = AVERAGES  # PUSH: what is averaged has the average of the round before in it
     ANEW = 64  # TABLE: forget first what has been kept; ROWS_PULL: the same, a relay's rows
+    LATE = (
+        ANEW  # pushes: of values newer than their step's; replies: the values are newer than that
+    )
     GRADIENT = 128  # PUSH: workers update: answer with the aggregated gradient
     MEASURE = 256  # PUSH: and tell every worker the sums of squares of all of them
     EXPOSED = 512  # PUSH: the parameter may have been changed through `p.data`
@@ -107,7 +112,7 @@ class Flag(IntEnum):
 
 
 ROUND_SHIFT = 10
-"""Above a push's flags: how many rounds of this step it follows (`gradients.averaging`)."""
+"""Above a push's flags: how many rounds of this step it follows (`params.averaging`)."""
 MOST_ROUNDS = 1 << 6
 
 
@@ -129,7 +134,7 @@ _KINDS = frozenset(int(kind) for kind in Kind)
 def encode_header(
     kind: int, flags: int, rank: int, step: int, slice_: int, priority: int, payload_bytes: int
 ) -> bytes:
-    """Without its checks, which `sealed` fills in.
+    """A header without its checks, which `sealed` fills in.
 
     Raises `LocalProtocolError` for what the header cannot hold (a payload of 4 GiB, say).
     """
@@ -157,29 +162,29 @@ def sealed(header: bytes, payload: bytes | memoryview, checksum: Checksum | None
 
 def check_header(data: bytes | memoryview, checksum: Checksum) -> None:
     """Raise `RemoteProtocolError` if a whole header is not as it was sent."""
-    (told,) = _CHECK.unpack_from(data, _CHECKED_BYTES)
-    if (found := checksum(data[:_CHECKED_BYTES], 0)) != told:
-        raise RemoteProtocolError(_damage("a frame's header", told, found))
+    (sent,) = _CHECK.unpack_from(data, _CHECKED_BYTES)
+    if (found := checksum(data[:_CHECKED_BYTES], 0)) != sent:
+        raise RemoteProtocolError(_damage("a frame's header", sent, found))
 
 
 def check_payload(
     data: bytes | memoryview, header: Header, payload: bytes | memoryview, checksum: Checksum
 ) -> None:
-    """The same for the payload; ``data``: its header, as it came."""
-    (told,) = _CHECK.unpack_from(data, _LAYOUT.size)
-    if payload and (found := checksum(payload, 0)) != told:
+    """Raise `DamagedPayload` if a payload is not as it was sent; ``data`` is the header's bytes."""
+    (sent,) = _CHECK.unpack_from(data, _LAYOUT.size)
+    if payload and (found := checksum(payload, 0)) != sent:
         what = f"{Kind(header.kind).name} of slice {header.slice}, step {header.step}"
-        raise DamagedPayload(header, told, found, f"{what} ({len(payload)} bytes)")
+        raise DamagedPayload(header, sent, found, f"{what} ({len(payload)} bytes)")
 
 
 class DamagedPayload(RemoteProtocolError):
     """A frame's payload is not what its header says."""
 
-    def __init__(self, header: Header, told: int, found: int, what: str) -> None:
-        super().__init__(_damage(what, told, found))
+    def __init__(self, header: Header, sent: int, found: int, what: str) -> None:
+        super().__init__(_damage(what, sent, found))
         self.header = header
         about = (header.flags, header.priority, header.payload_bytes)
-        self.question = Damage(told, found, *about)
+        self.question = Damage(sent, found, *about)
 
 
 class Damage(NamedTuple):
@@ -199,7 +204,7 @@ class Damage(NamedTuple):
         return cls(*_DAMAGE.unpack(data))
 
     def describe(self, header: Header) -> str:
-        """``header``: of a frame about the slice and step of the push."""
+        """The damage in words; ``header`` is that of a frame about the push's slice and step."""
         what = f"PUSH of slice {header.slice}, step {header.step} ({self.size_bytes} bytes)"
         return _damage(what, self.told, self.found)
 
@@ -208,9 +213,9 @@ _DAMAGE = struct.Struct("!IIHiI")
 DAMAGE_BYTES = _DAMAGE.size
 
 
-def _damage(what: str, told: int, found: int) -> str:
+def _damage(what: str, sent: int, found: int) -> str:
     return (
-        f"{what} has come damaged: its CRC32C is {found:#010x}, and was {told:#010x} when it was"
+        f"{what} has come damaged: its CRC32C is {found:#010x}, and was {sent:#010x} when it was"
         " sent. Look at memory, network cards and cables of both hosts"
     )
 
@@ -250,16 +255,16 @@ _EMPTY = memoryview(b"")
 class FrameReader:
     """Assembles frames without copying payloads: fill `buffer`, then say how much with `advance`.
 
-    Any split of the incoming bytes gives the same frames. ``checksum``: what they were `sealed`
-    with, and are checked by.
+    Any split of the incoming bytes gives the same frames. They are checked with the ``checksum``
+    that they were `sealed` with.
     """
 
     __slots__ = (
-        "_begun",
         "_checksum",
         "_destination",
         "_header",
         "_header_view",
+        "_is_first",
         "_whole",
         "buffer",
     )
@@ -267,11 +272,10 @@ class FrameReader:
     def __init__(self, destination: Destination, checksum: Checksum | None = None) -> None:
         self._destination = destination
         self._checksum = checksum
-        self._begun = False
+        self._is_first = True
         self._header_view = memoryview(bytearray(HEADER_BYTES))
         self._whole = self._header_view
-        self.buffer = self._whole
-        """The bytes wanted next; never empty."""
+        self.buffer = self._whole  # the bytes wanted next; never empty
         self._header: Header | None = None
 
     @property
@@ -289,7 +293,12 @@ class FrameReader:
             return None
         header = self._header
         if header is None:
-            header = self._decode()
+            if self._is_first:  # of another program or version: that error before the check's
+                decode_header(self._header_view)
+            self._is_first = False
+            if self._checksum is not None:
+                check_header(self._header_view, self._checksum)
+            header = decode_header(self._header_view)
             view = self._destination(header)
             if len(view) != header.payload_bytes:
                 raise RemoteProtocolError(
@@ -309,11 +318,10 @@ class FrameReader:
             check_payload(self._header_view, header, payload, self._checksum)
         return Frame(header, payload)
 
-    def _decode(self) -> Header:
-        """The first header may be of another program or version: that is said, not the check."""
-        if not self._begun:
-            decode_header(self._header_view)
-        self._begun = True
-        if self._checksum is not None:
-            check_header(self._header_view, self._checksum)
-        return decode_header(self._header_view)
+
+def decoded(decoder: msgspec.json.Decoder[T], data: bytes | memoryview, what: str) -> T:
+    """Decode JSON from a peer strictly; raises `RemoteProtocolError` if it is not ``what``."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not {what}: {error}") from error

@@ -2,13 +2,13 @@
 
 Theory of operation. A parameter whose gradient is ready is cut into its slices, which enter the
 send queue with the parameter's priority. At most one frame per server is in the hands of the
-shell: when it says `FrameSent`, the most urgent frame of *that* moment follows, so a decision is
-never older than one frame. With more than few servers, a `core.pushwindow.PushWindow` keeps the
-worker from running ahead of the others. A parameter is complete when all its slices have been
-answered; who needs it waits for exactly that.
+shell: after `FrameSent` the most urgent frame of *that* moment follows, so a decision is never
+older than one frame. With more than few servers, a `core.pushwindow.PushWindow` keeps the worker
+from running ahead of the others. A parameter is complete when all its slices have been answered,
+and that is what its next use waits for.
 
-Where servers may be lost (``outlives``), a slice has another owner after that (`core.takeover`).
-The machine keeps each slice's unanswered push, as a frame, and sends that again where it is lost.
+Where servers may be lost (``outlives``), a slice has another owner after a loss (`core.takeover`).
+The machine keeps each slice's unanswered push, as a frame, and sends it again where it was lost.
 
 Rules: a slice is awaited from the moment its push is handed to the link; a reply for a slice that
 is not awaited, or for another step, is the server's protocol error. Shutdown is a state: once
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foreprop.core.frames import (
     NO_TOKEN,
@@ -35,27 +35,25 @@ from foreprop.core.frames import (
     PrioritiesLearned,
     PullsDue,
     ReplyArrived,
+    Round,
     SendFrame,
     SlicesGoOn,
     SlicesLost,
     ValuesAwaited,
     ValuesOffered,
 )
-from foreprop.core.packs import Packs
+from foreprop.core.pushwindow import PushWindow
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendLanes, Turns
-from foreprop.core.slicing import Slice
+from foreprop.core.slicing import Packs, Slice
 from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
 from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
-
-if TYPE_CHECKING:
-    from foreprop.core.collect import Round
-    from foreprop.core.pushwindow import PushWindow
 
 WorkerInstruction = SendFrame | CompleteParameter | Finish
 
 _NOT_AWAITED = -1
-_UNANSWERED = Flag.NO_GRADIENT | Flag.MEASURE
-"""Pushes that take no room, or that are answered only when all have left: see `core.pushwindow`."""
+_UNCOUNTED = Flag.NO_GRADIENT | Flag.MEASURE
+"""The flags of pushes that a window does not count: they take no room, or are answered only when
+all have left."""
 
 
 def _round_of(push: SendFrame) -> Round:
@@ -72,8 +70,8 @@ def _may_leave(window: PushWindow, frame: SendFrame, is_short: bool) -> bool:
 class WorkerMachine:
     """Decides what a worker sends next and when a parameter is complete. Not thread-safe.
 
-    A ``window`` needs the order "priority" and the reply "broadcast" (`core.pushwindow`).
-    ``turns``: of the servers. What ``packs`` have in common is as urgent as their most urgent.
+    A ``window`` needs the order "priority" and the reply "broadcast" (`core.pushwindow`). Servers
+    take ``turns``. Each of the ``packs`` is as urgent as its most urgent parameter.
     """
 
     def __init__(
@@ -102,8 +100,7 @@ class WorkerMachine:
         self._lanes: SendLanes[SendFrame] = SendLanes(order, may_leave, turns=turns)
         self._reply = reply
         self._closing = False
-        self.most_queued = 0
-        """The most frames that have waited after an event."""
+        self.most_queued = 0  # the most frames that have ever waited after an event
         self._owner = [piece.server for piece in slices]
         self._outlives = outlives
         self._open: dict[int, SendFrame] = {}  # by slice, its unanswered push, if it may be lost
@@ -113,8 +110,7 @@ class WorkerMachine:
         self._came_after = 0  # a newcomer: the step before its first one
         self._awaited_step = [_NOT_AWAITED] * len(slices)
         self._missing = [0] * parameters  # slices still to be answered
-        self.awaited = 0
-        """So many slices are: their gradients have left, and are not answered."""
+        self.awaited = 0  # how many slices have left and are not answered
         self._step = [0] * parameters
         self._notified: list[dict[int, None]] = [{} for _ in range(parameters)]
         self._announced: set[int] = set()  # slices, until they are answered
@@ -151,11 +147,6 @@ class WorkerMachine:
             return False
         return self._reply == "broadcast" or step == 0 or slice_ in self._pulled
 
-    def _awaits_word(self, slice_: int, step: int) -> bool:
-        """Whether a notification may come."""
-        known = self._reply == "notify" and 0 <= slice_ < len(self._slices)
-        return known and 0 < step == self._awaited_step[slice_]
-
     def is_complete(self, parameter: int) -> bool:
         return self._missing[parameter] == 0
 
@@ -169,8 +160,8 @@ class WorkerMachine:
     def step_of(self, parameter: int) -> int:
         return self._step[parameter]
 
-    def missing_slices(self, parameter: int) -> list[tuple[Slice, bool]]:
-        """What a parameter waits for: its unanswered slices, and whether each push has left."""
+    def missing_slices(self, parameter: int) -> list[tuple[Slice, bool | None]]:
+        """What it waits for: unanswered slices, and whether each has left; None: it is copied."""
         if not self._missing[parameter]:
             return []
         queued = {frame.slice for frame in self._lanes.items() if frame.kind == Kind.PUSH}
@@ -182,22 +173,22 @@ class WorkerMachine:
         ]
 
     def owner_of(self, slice_: int) -> int:
-        """The server that has it now."""
         return self._owner[slice_]
 
     def claim(self, slice_: int) -> Round:
-        """The last round of which its answer is here."""
+        """The last round of a slice whose answer is here."""
         answered = self._answered_round[slice_]
         if answered != (0, 0) or not self._came_after:
             return answered
+        # a newcomer that has no answer yet; it pushes nothing of a slice that rests
         return (self._came_after, 0) if slice_ in self._open else RESTS
 
     def was_unchanged(self, slice_: int) -> bool:
-        """Whether that answer was that no rank had a gradient."""
+        """Whether the last answer was that no rank had a gradient."""
         return slice_ in self._unchanged
 
     def is_lost(self, slice_: int, round_: Round) -> bool:
-        """Whether its push is of a later round than its new owner goes on after."""
+        """Whether a slice's push is lost, if its new owner goes on after this round."""
         push = self._open.get(slice_)
         return push is not None and _round_of(push) > round_
 
@@ -263,18 +254,23 @@ class WorkerMachine:
         expected = self.awaits(slice_, step)
         if not expected or self._owner[slice_] != server:
             raise self._unexpected(slice_, step, server, "reply", expected)
-        if self._outlives:
-            self._note_answer(slice_, event.flags)
+        if self._outlives and (push := self._open.pop(slice_, None)) is not None:  # else the start
+            self._answered_round[slice_] = _round_of(push)
+            if event.flags & Flag.UNCHANGED:
+                self._unchanged.add(slice_)
+            else:
+                self._unchanged.discard(slice_)
         done = self._answered(slice_)
         if self._window is None:
             return done
-        self._window.answered(server, slice_)
+        self._window.answered(slice_)
         return [*done, *self._left(self._lanes.depart_to(server))]
 
     def _on_notify_arrived(self, event: NotifyArrived) -> Sequence[WorkerInstruction]:
-        """KVStore pulls an array once all its parts have been announced (P3 section 4.2)."""
+        # as KVStore, which pulls an array when all its parts are announced (P3 section 4.2)
         slice_, step, server, flags = event
-        expected = self._awaits_word(slice_, step)
+        known = self._reply == "notify" and 0 <= slice_ < len(self._slices)
+        expected = known and 0 < step == self._awaited_step[slice_]
         if not expected or self._slices[slice_].server != server:
             raise self._unexpected(slice_, step, server, "notification", expected)
         if slice_ in self._announced:
@@ -324,34 +320,24 @@ class WorkerMachine:
         self._came_after = event.step
         return []
 
-    # Servers that are lost.
+    # Lost servers, and slices that move.
     def _on_slices_lost(self, event: SlicesLost) -> Sequence[WorkerInstruction]:
-        self._lanes.forget(event.server)
-        if self._window is not None:
-            self._window.forget(event.server)
+        if event.server is not None:
+            self._lanes.forget(event.server)
+            if self._window is not None:
+                self._window.forget(event.server)
         for slice_, owner in event.owners.items():
             self._owner[slice_] = owner
             self._claimed.add(slice_)
         return self._left(self._lanes.depart())
 
     def _on_slices_go_on(self, event: SlicesGoOn) -> Sequence[WorkerInstruction]:
-        """What has been pushed of a later round is lost; what it is owed comes by itself."""
         for slice_, round_ in event.rounds.items():
             self._claimed.discard(slice_)
-            if self.is_lost(slice_, round_):
+            if self.is_lost(slice_, round_):  # an average that is owed comes by itself
                 self._awaited_step[slice_] = _NOT_AWAITED
                 self._enqueue(self._open[slice_]._replace(peer=self._owner[slice_]))
         return self._left(self._lanes.depart())
-
-    def _note_answer(self, slice_: int, flags: int) -> None:
-        push = self._open.pop(slice_, None)
-        if push is None:
-            return  # the values of the start
-        self._answered_round[slice_] = _round_of(push)
-        if flags & Flag.UNCHANGED:
-            self._unchanged.add(slice_)
-        else:
-            self._unchanged.discard(slice_)
 
     # Shared pieces.
     def _enqueue(self, frame: SendFrame) -> None:
@@ -363,7 +349,7 @@ class WorkerMachine:
             if frame.kind == Kind.PUSH:
                 self.awaited += self._awaited_step[frame.slice] == _NOT_AWAITED  # else once more
                 self._awaited_step[frame.slice] = frame.step
-                if self._window is not None and not frame.flags & _UNANSWERED:
+                if self._window is not None and not frame.flags & _UNCOUNTED:
                     self._window.left(frame.peer, frame.step, frame.priority, frame.slice)
             elif frame.kind == Kind.PULL:
                 self._pulled.add(frame.slice)

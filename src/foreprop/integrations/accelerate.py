@@ -1,6 +1,9 @@
 """accelerate: an `Accelerator` whose `prepare` gives models and optimizers to `parallelize`.
 
-What is private in accelerate is used in this file only, and in `hooks.wrappers`:
+An optimizer waits until its model is prepared, too, and the other way round; then they get a
+session.
+
+What is private in accelerate is used in this file only, and in `params.wrappers`:
 `Accelerator.prepare_model` wraps in DDP unless ``evaluation_mode`` is set, and `prepare` calls the
 object's own `prepare_model` and `prepare_optimizer`.
 """
@@ -17,8 +20,9 @@ from accelerate import Accelerator, DistributedType
 
 from foreprop.config import Config
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.hooks.interception import is_managed
-from foreprop.session.session import Session, parallelize
+from foreprop.params.interception import is_managed
+from foreprop.session.composition import parallelize
+from foreprop.session.session import Session
 
 _PLAIN = (DistributedType.NO, *(t for t in DistributedType if t.name.startswith("MULTI_")))
 """One process, or one for each device that would get a DistributedDataParallel."""
@@ -60,16 +64,11 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         self._settings = dict(settings or {})
         self._sessions: list[Session] = []
         self._trained: list[torch.nn.Module] = []
-        """Models that were prepared for training."""
         self._without_session: list[torch.optim.Optimizer] = []
-        """Optimizers whose model has not been prepared yet."""
         self._with_session: list[torch.optim.Optimizer] = []
         self._doubtful: list[torch.nn.Module] = []
         """Models with parameters that no session has, though they may get gradients."""
         self._preparing = False
-        self._check_kind()
-
-    def _check_kind(self) -> None:
         kind = self.distributed_type
         mesh = getattr(self, "parallelism_config", None)
         if kind not in _PLAIN or (mesh is not None and mesh.tp_enabled):
@@ -91,7 +90,7 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         return tuple(self._sessions)
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
-        """As accelerate's. Each optimizer gets a session, with the model that it trains."""
+        """Prepare as accelerate does; each optimizer and its model get a session."""
         self._preparing = True
         try:
             prepared = super().prepare(*objects, device_placement=device_placement)
@@ -106,11 +105,13 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> torch.nn.Module:
-        """As accelerate's, without the DistributedDataParallel around the model."""
+        """Prepare as accelerate does, without the DistributedDataParallel around the model."""
         prepared: torch.nn.Module = super().prepare_model(
             model, device_placement=device_placement, evaluation_mode=True
         )
-        bare = _bare(prepared)
+        # the module that `torch.compile` was given, whose parameters have their own names
+        inner = getattr(prepared, "_orig_mod", prepared)
+        bare = inner if isinstance(inner, torch.nn.Module) else prepared
         if not evaluation_mode and not any(bare is known for known in self._trained):
             self._trained.append(bare)
         if not self._preparing:
@@ -120,7 +121,6 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        """As accelerate's."""
         prepared = super().prepare_optimizer(optimizer, device_placement=device_placement)
         if not any(prepared is known for known in self._with_session):
             self._without_session.append(prepared)
@@ -144,7 +144,7 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         ]
 
     def _model_of(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
-        """Of the prepared models, the one of which the optimizer has the most parameters."""
+        # the one of which the optimizer has the most parameters
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         counts = [sum(id(p) in own for p in model.parameters()) for model in self._trained]
         if not counts or not max(counts):
@@ -152,13 +152,19 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         return self._trained[counts.index(max(counts))]
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """As accelerate's. Raises `TrainingLoopError` for gradients that no session averages."""
+        """Do as accelerate does; `TrainingLoopError` for gradients that no session averages."""
         super().backward(loss, **options)
         if self.use_distributed and self._doubtful:
-            self._check_all_managed()
+            for model in self._doubtful:
+                for name, parameter in model.named_parameters():
+                    if not is_managed(parameter) and parameter.grad is not None:
+                        raise TrainingLoopError(
+                            f"backward() has made a gradient of {name}, which no session averages:"
+                            " give prepare() the optimizer of its model, too"
+                        )
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """As accelerate's, and the norm before clipping; where servers update, the last step's.
+        """Clip as accelerate does; the norm before clipping, with servers the last step's.
 
         They clip by their own setting, which ``max_norm`` must be, or infinite.
         """
@@ -174,20 +180,11 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         norm = session.grad_norm
         return torch.tensor(math.nan if norm is None else norm, device=self.device)
 
-    def _check_all_managed(self) -> None:
-        for model in self._doubtful:
-            for name, parameter in model.named_parameters():
-                if not is_managed(parameter) and parameter.grad is not None:
-                    raise TrainingLoopError(
-                        f"backward() has made a gradient of {name}, which no session averages: give"
-                        " prepare() the optimizer of its model, too"
-                    )
-
     @contextlib.contextmanager
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Nothing, as long as all ranks have equally many batches: `ConfigError` otherwise."""
+        """Do nothing if all ranks have equally many batches; raise `ConfigError` otherwise."""
         if not self.even_batches or even_batches is False:
             raise ConfigError(
                 "join_uneven_inputs() is for ranks with different numbers of batches, and foreprop"
@@ -196,17 +193,15 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         yield
 
     def free_memory(self, *objects: Any) -> Any:
-        """As accelerate's. Closes the sessions; the optimizers keep their state."""
+        """Do as accelerate does, and close the sessions; the optimizers keep their state."""
         self._close_sessions(keep_state=True)
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """As accelerate's. Closes the sessions first: take ``state_dict()`` before."""
         self._close_sessions(keep_state=False)
         super().end_training()
 
     def _close_sessions(self, *, keep_state: bool) -> None:
-        """On all ranks alike. Servers' optimizer state comes back if it is to be kept."""
         sessions, self._sessions = self._sessions, []
         optimizers = self._optimizers if keep_state and sessions else []
         states = [optimizer.state_dict() for optimizer in optimizers]
@@ -219,7 +214,7 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
 
 
 def config_of(settings: Mapping[str, Any]) -> Config:
-    """What `foreprop.parallelize` will make of the settings."""
+    """The settings as `foreprop.parallelize` will resolve them."""
     rest = dict(settings)
     preset, config = rest.pop("preset", None), rest.pop("config", None)
     return config or Config.resolve(preset, **rest)
@@ -229,9 +224,3 @@ def asks_servers(config: Config) -> bool:
     """Whether the settings alone say that servers update, so that loops cannot read gradients."""
     asked = (config.clip_grad_norm, config.clip_grad_value, config.ema)
     return config.update == "servers" or any(value is not None for value in asked)
-
-
-def _bare(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that `torch.compile` was given: its parameters have their own names."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, torch.nn.Module) else model

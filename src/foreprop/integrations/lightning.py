@@ -48,7 +48,7 @@ _COMMON = (
 
 
 class ForepropStrategy(TrainerDDP):
-    """Trainer's: one process per device, as Lightning's DDP starts them, and foreprop's exchange.
+    """The Trainer's strategy: one process per device, as with Lightning's DDP, by foreprop.
 
     Takes foreprop's settings by name, ``preset``, and of Lightning's DDPStrategy ``accelerator``,
     ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
@@ -62,7 +62,6 @@ class ForepropStrategy(TrainerDDP):
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """While ``trainer.fit`` runs: one for each optimizer."""
         return tuple(self._group.open)
 
     @property
@@ -72,15 +71,13 @@ class ForepropStrategy(TrainerDDP):
         return self.lightning_module
 
     def configure_ddp(self) -> None:
-        """Nothing is put around the model."""
+        """Put nothing around the model."""
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._check_clipping(trainer)
-            self._begin()
-
-    def _begin(self) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._check_clipping(trainer)
         model = self._module
         optimizers = [o for o in self.optimizers if not isinstance(o, NoOptimizer)]
         if not optimizers or share_parameters(optimizers):
@@ -114,13 +111,12 @@ class ForepropStrategy(TrainerDDP):
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """The end of ``trainer.fit``: parameters are ordinary ones again."""
         self._group.close()
         super().teardown()
 
 
 class _SyncsPerStep(BackwardSyncControl):
-    """``fabric.no_backward_sync`` has nothing to do: foreprop averages once per step."""
+    # ``fabric.no_backward_sync`` has nothing to do: foreprop averages once per step
 
     def no_backward_sync(
         self, module: torch.nn.Module, enabled: bool
@@ -129,7 +125,7 @@ class _SyncsPerStep(BackwardSyncControl):
 
 
 class ForepropFabricStrategy(FabricDDP):
-    """Fabric's. Takes what `ForepropStrategy` takes, but ``precision`` for ``precision_plugin``.
+    """Fabric's strategy. Takes `ForepropStrategy`'s arguments, and ``precision`` for its plugin.
 
     The sessions begin in ``fabric.setup(model, optimizer)`` and end with the process, or in
     `close`. A model that is given to ``fabric.setup_module`` waits for its optimizer.
@@ -141,26 +137,18 @@ class ForepropFabricStrategy(FabricDDP):
         super().__init__(**own)
         self._backward_sync_control = _SyncsPerStep()
         self._modules: list[torch.nn.Module] = []
-        self._without: list[torch.nn.Module] = []
-        """Those for which no optimizer has come yet."""
+        self._without_optimizer: list[torch.nn.Module] = []
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """One for each optimizer that was set up."""
         return tuple(self._group.open)
 
     def setup_module(self, module: torch.nn.Module) -> Any:
         self._modules.append(module)
-        self._without.append(module)
+        self._without_optimizer.append(module)
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        module = self._module_of(optimizer)
-        self._group.begin(module, optimizer, self.num_processes)
-        self._without = [other for other in self._without if other is not module]
-        return optimizer
-
-    def _module_of(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         found = [m for m in self._modules if any(id(p) in owned for p in m.parameters())]
         if len(found) != 1:
@@ -170,14 +158,19 @@ class ForepropFabricStrategy(FabricDDP):
                 " the model up before its optimizer, and put models that share an optimizer into"
                 " one torch.nn.Module"
             )
-        return found[0]
+        module = found[0]
+        self._group.begin(module, optimizer, self.num_processes)
+        self._without_optimizer = [
+            other for other in self._without_optimizer if other is not module
+        ]
+        return optimizer
 
     def backward(
         self, tensor: torch.Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
-        """Raises `ConfigError` if gradients come that nobody averages."""
+        """Raise `ConfigError` if gradients come that nobody averages."""
         super().backward(tensor, module, *args, **kwargs)
-        for model in self._without:
+        for model in self._without_optimizer:
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     raise ConfigError(
@@ -240,7 +233,7 @@ class ForepropMonitor(Callback):
 
 
 def _totals(strategy: ForepropStrategy) -> torch.Tensor:
-    """(4,) of this rank: seconds by the clock, seconds waited, bytes sent, bytes received."""
+    """This rank's seconds by the clock, seconds waited, bytes sent and bytes received: (4,)."""
     stats = [session.stats() for session in strategy.sessions]
     names = ("waited_s", "pushed_bytes", "reply_bytes")
     sums = [float(sum(one[name] for one in stats)) for name in names]
@@ -248,7 +241,7 @@ def _totals(strategy: ForepropStrategy) -> torch.Tensor:
 
 
 def summary(ranks: torch.Tensor, steps: int) -> dict[str, float]:
-    """What is logged. ``ranks``: (ranks, 4), what `_totals` has grown by in ``steps`` steps."""
+    """The figures to be logged. ``ranks``: (ranks, 4), by how much `_totals` grew in the steps."""
     elapsed, waited, sent, received = ranks.unbind(1)
     busy = elapsed - waited
     slowest = int(busy.argmax())

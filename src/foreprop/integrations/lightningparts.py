@@ -1,8 +1,8 @@
-"""What `foreprop.integrations.lightning` takes from Lightning, all of it, found by name.
+"""All that `foreprop.integrations.lightning` takes from Lightning, found by name.
 
-Some of it is Lightning's own business. Where a version has moved something, the import says what
-and which versions are known to work. Lightning comes as one package, ``lightning``, or as
-``pytorch_lightning`` with ``lightning_fabric``; the classes of the two are not the same.
+Some of it is private. Where a version has moved something, the import says what, and which versions
+are known to work. Lightning comes as one package, ``lightning``, or as ``pytorch_lightning`` with
+``lightning_fabric``; the classes of the two are not the same.
 """
 
 from __future__ import annotations
@@ -29,23 +29,22 @@ STRATEGY_HOOKS = (
     "training_step",
     "validation_step",
 )
-"""Of Trainer's DDPStrategy: what ours overrides or reads."""
+"""What is overridden or read of Trainer's DDPStrategy."""
 FABRIC_HOOKS = ("backward", "num_processes", "setup_module", "setup_optimizer", "teardown")
-"""Of Fabric's."""
+"""What is overridden or read of Fabric's."""
 
 
 def packages() -> tuple[str, str]:
-    """Trainer's and Fabric's: what the program has imported, or else what is there."""
+    """The packages of Trainer and Fabric that the program has imported, or else that are there."""
     if "lightning.pytorch" in sys.modules:
         alone = False
     elif "pytorch_lightning" in sys.modules:
         alone = True
     else:
         alone = find_spec("lightning") is None
-    return ("pytorch_lightning", "lightning_fabric") if alone else _WHOLE
-
-
-_WHOLE = ("lightning.pytorch", "lightning.fabric")
+    if alone:
+        return "pytorch_lightning", "lightning_fabric"
+    return "lightning.pytorch", "lightning.fabric"
 
 
 def find(package: str, module: str, name: str) -> Any:
@@ -58,7 +57,7 @@ def find(package: str, module: str, name: str) -> Any:
 
 
 def check_hooks(kind: type, names: Sequence[str], package: str) -> None:
-    """What is overridden is still called by that name; raises `ConfigError`."""
+    """Raise `ConfigError` if what is overridden is not called by that name any more."""
     for name in names:
         if not hasattr(kind, name):
             raise ConfigError(_moved(package, f"{kind.__module__}.{kind.__qualname__}.{name}"))

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from foreprop.cluster.world import World, current_world, is_alone
 from foreprop.config import Config, Preset
+from foreprop.engine.world import current_world, is_alone
 from foreprop.errors import ConfigError
-from foreprop.hooks.modelhooks import BeforeForward, FirstForward
-from foreprop.session.session import Session, parallelize
+from foreprop.params.modelhooks import BeforeForward, FirstForward
+from foreprop.session.composition import parallelize
+from foreprop.session.session import Session
 
 _SHARED_ARGUMENTS = (
     "accelerator",
@@ -24,7 +25,7 @@ _SHARED_ARGUMENTS = (
     "timeout",
     "start_method",
 )
-"""What both kinds of Lightning's DDPStrategy take, and ours passes on."""
+"""What both kinds of Lightning's DDPStrategy take."""
 TRAINER_ARGUMENTS = (*_SHARED_ARGUMENTS, "precision_plugin")
 FABRIC_ARGUMENTS = (*_SHARED_ARGUMENTS, "precision")
 _OF_DDP = (
@@ -53,7 +54,7 @@ def divide_arguments(
 
 
 class SessionGroup:
-    """What `parallelize` has made for one strategy. Its settings are checked here and now."""
+    """The sessions of one strategy. Its settings are checked when it is made."""
 
     def __init__(self, preset: Preset | None, settings: Mapping[str, Any]) -> None:
         self.config = Config.resolve(preset, **settings)
@@ -68,14 +69,18 @@ class SessionGroup:
         optimizer: torch.optim.Optimizer | None,
         local_size: int,
     ) -> None:
-        """``local_size``: this node's processes."""
-        about = {**self._settings, "world": _world(local_size)}
+        """Open a session. ``local_size``: this node's processes."""
+        world = None
+        if not is_alone():  # by Lightning's process group: its launcher sets no RANK
+            world = current_world()
+            world.local_size = local_size
+        about = {**self._settings, "world": world}
         session = parallelize(model, optimizer, preset=self._preset, **about)
         self.open.append(session)
         self._optimizers.append(optimizer)
 
     def close(self) -> None:
-        """On every rank. The optimizers keep their state, as they do after DDP."""
+        """Close all sessions, on every rank. The optimizers keep their state, as after DDP."""
         optimizers = [optimizer for optimizer in self._optimizers if optimizer is not None]
         states = [optimizer.state_dict() for optimizer in optimizers]
         sessions, self.open, self._optimizers = self.open, [], []
@@ -86,25 +91,16 @@ class SessionGroup:
                 optimizer.load_state_dict(state)
 
     def leave(self, error: BaseException) -> None:
-        """This rank's training has ended with an error: the others are told, nothing is awaited."""
+        """Leave all sessions for an error: the others learn of it, and nothing is awaited."""
         sessions, self.open, self._optimizers = self.open, [], []
         for session in sessions:
             session.__exit__(type(error), error, error.__traceback__)
 
 
-def _world(local_size: int) -> World | None:
-    """This process's, by Lightning's process group: its launcher sets no RANK."""
-    if is_alone():
-        return None
-    world = current_world()
-    world.local_size = local_size
-    return world
-
-
 def forward_begins(model: torch.nn.Module) -> None:
-    """A step method is about to run, in which the model's layers may be called without its own.
+    """Call the session's hooks on the model's forward pass.
 
-    A session's hooks on the model's forward pass do there what they do in it.
+    A step method is about to run, which may call the model's layers and not the model.
     """
     for hook in list(model._forward_pre_hooks.values()):
         if isinstance(hook, BeforeForward | FirstForward):
@@ -112,6 +108,5 @@ def forward_begins(model: torch.nn.Module) -> None:
 
 
 def share_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Whether two of them have a parameter in common."""
     owned = [id(p) for o in optimizers for group in o.param_groups for p in group["params"]]
     return len(set(owned)) < len(owned)

@@ -43,7 +43,6 @@ class ForepropTrainer(Trainer):  # type: ignore[misc]  # transformers is not typ
         self.add_callback(self.report)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As `Trainer`'s. The accelerator makes sessions."""
         super().create_accelerator_and_postprocess()
         clip = self.args.max_grad_norm
         if clip > 0 and asks_servers(config_of(self._settings)):
@@ -52,13 +51,11 @@ class ForepropTrainer(Trainer):  # type: ignore[misc]  # transformers is not typ
 
     @property
     def session(self) -> Session | None:
-        """From `train` on: it stays open, and is closed at exit or by the next `train`."""
         sessions = self.accelerator.sessions
         return sessions[-1] if sessions else None
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """As `Trainer`'s. A loop's line has what foreprop did since the last one, too."""
-        if "loss" in logs:
+        if "loss" in logs:  # a loop's line
             logs |= self.report.take()
         super().log(logs, *arguments, **options)
 
@@ -72,28 +69,22 @@ class SessionReport(TrainerCallback):  # type: ignore[misc]
         self._found: dict[str, float] = {}
 
     def take(self) -> dict[str, float]:
-        """What there is to be logged, once. Called by any rank alone."""
+        """Take what there is to be logged. Any rank may call it by itself."""
         found, self._found = self._found, {}
         return {f"foreprop/{name}": value for name, value in found.items()}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin to count."""
         sessions = () if self.accelerator is None else self.accelerator.sessions
         self._window = Window(sessions[-1]) if sessions else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """On every rank alike: `Trainer` decides before its other callbacks whether to log."""
-        if control.should_log:
-            self._gather()
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """As after a step."""
-        self.on_step_end(args, state, control)
-
-    def _gather(self) -> None:
-        if self.accelerator is None or self._window is None:
+        # on every rank alike: `Trainer` decides before its callbacks whether to log
+        if not control.should_log or self.accelerator is None or self._window is None:
             return
         own = torch.tensor([self._window.close()], dtype=torch.float64)
         gathered = self.accelerator.gather(own.to(self.accelerator.device))
         shares = [Share(*row) for row in gathered.tolist()]
         self._found = logged(shares, self.accelerator.process_index)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.on_step_end(args, state, control)

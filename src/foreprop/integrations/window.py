@@ -9,11 +9,11 @@ from typing import NamedTuple
 from foreprop.session.session import Session
 
 LAGS = 0.05
-"""Of the time: a rank that waits so much less than the others is the one that they wait for."""
+"""A rank that waits by this share of the time less than the others is the one they wait for."""
 
 
 class Share(NamedTuple):
-    """One rank's part: seconds waited in so many seconds, steps, bytes."""
+    """One rank's seconds waited, of so many in all, its steps, and its bytes."""
 
     waited_s: float
     elapsed_s: float
@@ -23,12 +23,11 @@ class Share(NamedTuple):
 
     @property
     def waiting(self) -> float:
-        """Between 0 and 1: of its time, how much the rank has waited."""
         return min(1.0, self.waited_s / self.elapsed_s) if self.elapsed_s > 0 else 0.0
 
 
 class Window:
-    """From one call of `close` to the next. Training thread."""
+    """Measures what a session does between two calls of `close`. Training thread."""
 
     def __init__(self, session: Session, *, now: Callable[[], float] = time.perf_counter) -> None:
         self._session = session
@@ -46,15 +45,14 @@ class Window:
         )
 
     def close(self) -> Share:
-        """This rank's share since the last time."""
         before, self._before = self._before, self._read()
         return Share(*(now - then for now, then in zip(self._before, before, strict=True)))
 
 
 def logged(shares: Sequence[Share], own: int) -> dict[str, float]:
-    """What is logged, of all ranks' shares, by rank; bytes are those of rank ``own``, per step.
+    """The figures to be logged, from all ranks' shares; bytes are those of rank ``own``, per step.
 
-    ``straggler`` is the rank that the others wait for, and only there if one clearly waits less.
+    ``straggler`` is the rank that the others wait for; it is there only if one clearly waits less.
     """
     waiting = [share.waiting for share in shares]
     mine, least = shares[own], waiting.index(min(waiting))

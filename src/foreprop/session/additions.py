@@ -4,15 +4,17 @@ DDP averages what required a gradient when the model was wrapped; what comes lat
 by itself. Here the first gradient of such a parameter waits for its average, as every other one,
 and nothing else of that step leaves. At whatever asks for an average first, `optimizer.step()` at
 the latest, all ranks connect anew with the parameters that there are then, in the middle of the
-step. Nobody is told of a change of ``requires_grad``, so who has not required a gradient is looked
-at once a step; torch tells of what is registered in a module.
+step (`session.reconnecting`).
+
+*Candidates* are the parameters that might come. Torch tells of what is registered in a module, but
+not of a change of ``requires_grad``, so candidates are looked at once a round.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.modules import module as torch_modules
@@ -21,21 +23,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from foreprop.errors import TrainingLoopError
-from foreprop.gradients.averaged import AveragedParameter, can_be_trained, watch_gradients
-from foreprop.hooks.interception import is_managed
+from foreprop.params.averaged import AveragedGradient, can_be_trained, watch_gradients
+from foreprop.params.averaging import Averaging
+from foreprop.params.interception import is_managed
 from foreprop.session.adopting import watch_module
-from foreprop.session.backends import averaging_of
-
-if TYPE_CHECKING:
-    from foreprop.gradients.averaging import Averaging
-    from foreprop.session.training import Training
+from foreprop.session.training import Training
 
 _SHOWN = 3
 
 
 class _Candidate(NamedTuple):
-    """A parameter that no session has, and its hook."""
-
     parameter: Callable[[], torch.nn.Parameter | None]
     hook: RemovableHandle
 
@@ -51,9 +48,8 @@ class Additions:
         self._is_due = False
         self._is_joining = False
 
-    # Who might come.
     def watch(self) -> list[Callable[[], None]]:
-        """From now on; the returned functions end it."""
+        """Look out for such parameters from now on; the returned functions end that."""
         for module in self._alive().user.model.modules():
             self._modules.add(module)
         self._consider(self._alive().user.frozen)
@@ -77,10 +73,9 @@ class Additions:
             torch_modules.register_module_parameter_registration_hook(parameter_registered),
             torch_modules.register_module_module_registration_hook(module_registered),
         ]
-        return [self._forget_all, *(handle.remove for handle in handles)]
+        return [lambda: self._forget(*self._candidates), *(handle.remove for handle in handles)]
 
     def _extend(self, part: torch.nn.Module) -> None:
-        """The model has this part now."""
         training = self._alive()
         for module in part.modules():
             if module not in self._modules:
@@ -89,26 +84,17 @@ class Additions:
                 self._consider(p for p in module._parameters.values() if p is not None)
 
     def check_group(self) -> None:
-        """The optimizer is about to get another one: raise where that could not be trained."""
+        """Raise where parameters of another group could not be trained."""
         if not self._alive().by_workers:
             raise self._impossible("add_param_group() was called after parallelize()")
 
     def given_to_optimizer(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Those of a new group."""
         given, averaging = {id(parameter) for parameter in parameters}, self._alive().averaging
-        for averaged in averaging.parameters if averaging is not None else ():
-            averaged.wanted |= id(averaged.parameter) in given
+        for gradient in averaging.gradients if averaging is not None else ():
+            gradient.wanted |= id(gradient.leaf) in given
         self._consider(parameters)
 
     def _consider(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Each may come to require a gradient, if it does not yet."""
-        for parameter in parameters:
-            if id(parameter) not in self._candidates and _may_come(parameter):
-                hook = self._hook(parameter)
-                self._candidates[id(parameter)] = _Candidate(weakref.ref(parameter), hook)
-        self._looked_at = 0
-
-    def _hook(self, parameter: torch.nn.Parameter) -> RemovableHandle:
         mine = weakref.ref(self)
 
         def on_gradient(parameter: torch.nn.Parameter) -> None:
@@ -116,29 +102,28 @@ class Additions:
             if found is not None:
                 found._gradient_came(parameter)
 
-        return watch_gradients(parameter, on_gradient)
+        for parameter in parameters:
+            may_come = not (is_managed(parameter) or is_traceable_wrapper_subclass(parameter))
+            if id(parameter) not in self._candidates and may_come and can_be_trained(parameter):
+                hook = watch_gradients(parameter, on_gradient)
+                self._candidates[id(parameter)] = _Candidate(weakref.ref(parameter), hook)
+        self._looked_at = 0
 
     def _gradient_came(self, parameter: torch.nn.Parameter) -> None:
-        """The first one of a parameter that no backend has."""
         if is_managed(parameter) or not self._new_names():
             return
         training = self._alive()
         self._is_due = True
-        averaging = averaging_of(training)
-        averaged = averaging.known.get(id(parameter))
-        if averaged is None:
-            averaged = AveragedParameter(parameter, training, averaging)
-            averaging.known[id(parameter)] = averaged
-            averaged.gradient_came()
+        averaging = training.composition.averaging()
+        if id(parameter) not in averaging.known:
+            gradient = AveragedGradient(parameter, training, averaging)
+            averaging.known[id(parameter)] = gradient
+            gradient.added(parameter)
 
-    def _forget(self, identity: int) -> None:
-        self._candidates.pop(identity).hook.remove()
+    def _forget(self, *identities: int) -> None:
+        for identity in identities:
+            self._candidates.pop(identity).hook.remove()
 
-    def _forget_all(self) -> None:
-        for identity in list(self._candidates):
-            self._forget(identity)
-
-    # Who has come.
     def hold(self, averaging: Averaging | None) -> bool:
         """Whether this round's gradients stay until all ranks have connected anew."""
         round_ = 0 if averaging is None else averaging.rounds.serial
@@ -172,45 +157,33 @@ class Additions:
             " parallelize() again"
         )
 
-    # All ranks connect anew.
     def join(self) -> None:
-        """If somebody has come. Before anything of a step is read, or leaves at its end."""
+        """Connect anew on all ranks if a parameter has come.
+
+        To be called before an average is read, and before gradients leave at a step's end.
+        """
         if self._is_joining or not self._candidates or not (names := self._new_names()):
             return
-        self._is_joining = True
+        training, self._is_joining = self._alive(), True
         try:
-            self._join(names)
+            training.composition.reconnect_with(names)
+            for identity, candidate in list(self._candidates.items()):
+                parameter = candidate.parameter()
+                if parameter is None or is_managed(parameter):
+                    self._forget(identity)
+            self._consider(training.user.frozen)
         finally:
             self._is_joining = False
 
-    def _join(self, names: Sequence[str]) -> None:
-        from foreprop.session.reconnecting import reconnect_with
-
-        training = self._alive()
-        reconnect_with(training, names)
-        for identity, candidate in list(self._candidates.items()):
-            parameter = candidate.parameter()
-            if parameter is None or is_managed(parameter):
-                self._forget(identity)
-        self._consider(training.user.frozen)
-
     def look(self) -> None:
-        """While an average is waited for: raise if another rank waits for this one to join.
+        """Raise, while an average is waited for, if another rank waits for this one to join.
 
         Any thread.
         """
-        from foreprop.session.reconnecting import raise_if_others_join
-
         training = self._alive()
         # where servers update nobody joins so, and the store may have gone with its host
         if training.life.connected and training.by_workers and not self._is_joining:
-            raise_if_others_join(training)
-
-
-def _may_come(parameter: Any) -> bool:
-    if is_managed(parameter) or is_traceable_wrapper_subclass(parameter):
-        return False
-    return can_be_trained(parameter)
+            training.composition.raise_if_others_join()
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,54 +1,48 @@
 """The user's model and optimizer: they become a session's, and are given back when it ends.
 
-`Belongings` says which of their parameters are synchronised, and as what. While the session lasts,
-somebody may set the optimizer's numbers (`SettingsWatch`), or use a value that a reply has replaced
-(`give_advice`).
+`UserModel` says which of their parameters are synchronised, and as what. `adopt` replaces methods
+of the optimizer, in the object, and registers hooks on the model; everything is undone at the
+session's end (`Lifetime.add_undo`). While the session lasts, a backward pass may need a value that
+an update has replaced; then autograd's own error gets a note.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from foreprop.config import Config
 from foreprop.core.manifest import NO_GROUP, ParameterInfo, RowInit
-from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.gradients.optimizerstate import give_plain_state
-from foreprop.hooks.interception import (
+from foreprop.engine.optimizer import checked_dtype, named_parameters, others_named
+from foreprop.params.interception import (
     Interception,
     check_unmanaged,
     managed_ids,
     watch_entries,
     watch_scripts,
-    watch_wrappers,
 )
-from foreprop.hooks.modelhooks import (
+from foreprop.params.modelhooks import (
     OWN_ATTRIBUTES,
     BeforeForward,
-    BeforeLoadStateDict,
     BeforeModule,
     BeforeStateDict,
     CallingHook,
     ModelBuffers,
-    StateDictBegins,
-    StateDictEnds,
+    ModelHook,
     before_forward,
     before_loading,
     keep_copies_plain,
     keep_copy_plain,
+    watch_wrappers,
 )
-from foreprop.path.optimizer import checked_dtype, named_parameters, others_named
-
-if TYPE_CHECKING:
-    from foreprop.session.training import Training
-    from foreprop.tables.embeddings import Embeddings
+from foreprop.params.optimizerstate import give_plain_state
+from foreprop.session.training import Training
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -56,8 +50,8 @@ Named = tuple[str, torch.nn.Parameter, int]
 """A parameter's name, itself, and the number of its group in the optimizer."""
 
 
-class Belongings:
-    """What belongs to the user. Parameters go by their numbers: the optimizer's come first."""
+class UserModel:
+    """The model and the optimizer. Parameters go by their numbers: the optimizer's come first."""
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
@@ -66,25 +60,24 @@ class Belongings:
         self.has_optimizer = optimizer is not None
         self.optimizer = optimizer or torch.optim.SGD(model.parameters())
         self._own = list(named_parameters(model, self.optimizer))
-        self.optimized = len(self._own)
-        """The number of parameters that the optimizer has."""
-        self.embeddings = self._find_embeddings(config)
+        self.optimized = len(self._own)  # the number of parameters that the optimizer has
+        self.embeddings = None
+        if self._may_have_tables(config):
+            from foreprop.features.tables.embeddings import Embeddings
+
+            self.embeddings = Embeddings(model, self._own, self.optimizer, config)
         self.named: list[Named] = []
         self.buffers = ModelBuffers(model)
 
-    def _find_embeddings(self, config: Config) -> Embeddings | None:
-        """None if the model has no tables, and nothing that would have to be one."""
+    def _may_have_tables(self, config: Config) -> bool:
+        # or something that would have to be one
         model = self.model
         tensors = itertools.chain(
             model.parameters(), model.buffers(), (parameter for _, parameter, _ in self._own)
         )
         has_tables = any(isinstance(module, _EMBEDDINGS) for module in model.modules())
         is_asked = config.sparse_parameters is not None
-        if not (has_tables or is_asked or any(tensor.is_meta for tensor in tensors)):
-            return None
-        from foreprop.tables.embeddings import Embeddings
-
-        return Embeddings(model, self._own, self.optimizer, config)
+        return has_tables or is_asked or any(tensor.is_meta for tensor in tensors)
 
     @property
     def row_wise(self) -> Collection[str]:
@@ -93,7 +86,7 @@ class Belongings:
 
     @property
     def candidates(self) -> Collection[str]:
-        """The names of those that ``architecture="auto"`` decides about."""
+        """The names of the tables that ``architecture="auto"`` decides about."""
         return () if self.embeddings is None else self.embeddings.candidates
 
     @property
@@ -102,14 +95,14 @@ class Belongings:
         return self.optimized > len(self.row_wise)
 
     def renew(self) -> None:
-        """The model, the optimizer or what requires a gradient has changed."""
+        """Take in that the model, the optimizer or what requires a gradient has changed."""
         self._own = list(named_parameters(self.model, self.optimizer))
         self.optimized = len(self._own)
         self.buffers = ModelBuffers(self.model)
         self.take()
 
     def new_parameters(self) -> Iterator[tuple[int, str]]:
-        """By their ids, the names of parameters to be trained that no session has."""
+        """The ids and names of parameters to be trained that no session has."""
         known = {id(parameter) for _, parameter, _ in self.named} | managed_ids()
         own = named_parameters(self.model, self.optimizer)
         for name, parameter, _ in itertools.chain(own, others_named(self.model, self.optimizer)):
@@ -120,7 +113,7 @@ class Belongings:
     def take(self) -> None:
         """Number the parameters. Raises `ConfigError` for those that cannot be synchronised."""
         if self.embeddings is not None:
-            from foreprop.tables.embeddings import check_rest
+            from foreprop.features.tables.embeddings import check_rest
 
             check_rest(self.model, self._own)
         check_unmanaged(self._own)
@@ -157,39 +150,53 @@ class Belongings:
             self.embeddings.make_sparse(names)
 
     def restore(self) -> None:
-        """Embeddings' gradients are as the user had them."""
+        """Have embeddings' gradients be as the user had them."""
         if self.embeddings is not None:
             self.embeddings.restore()
 
 
-# The adoption.
 def adopt(training: Training) -> None:
-    """Raises `ForepropError`; what has been adopted by then is given back with the rest."""
+    """Make model and optimizer the session's, until its end. Raises `ForepropError`."""
     add_undo = training.life.add_undo
     _adopt_optimizer(training)
     _adopt_model(training)
     if training.loss_scale is not None:
         alive = training.reference()
         add_undo(training.loss_scale.adopt(lambda: alive().grad_norm))
-    add_undo(*give_advice(), watch_entries(training), *watch_scripts())
+    add_undo(*(interception.hold() for interception in _BACKWARD))
+    add_undo(watch_entries(training.composition.compiled_code_entered), *watch_scripts())
     add_undo(*training.additions.watch())
     add_undo(*keep_copies_plain(), *watch_wrappers())
     if training.stale_readers is not None:
         add_undo(training.stale_readers.watch())
     if training.user.row_wise or training.user.candidates:
-        from foreprop.tables.lookahead import lookahead
+        from foreprop.features.tables.lookahead import lookahead
 
         add_undo(lookahead.join())
 
 
 def _adopt_optimizer(training: Training) -> None:
-    """The user's optimizer object stays; its step and zero_grad become ours."""
     optimizer = training.user.optimizer
     own = {name: getattr(optimizer, name) for name in OWN_ATTRIBUTES}
     before = {k: v for k, v in vars(optimizer).items() if k in OWN_ATTRIBUTES}
     _put_step(optimizer, own["step"], training.reference())
-    _put_zero_grad(optimizer, own["zero_grad"], training.reference())
-    _put_add_param_group(optimizer, own["add_param_group"], training.reference())
+    alive = training.reference()
+
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        alive().discard_gradients(set_to_none)
+        # nobody looks at what is let go of; zeros are written to gradients that may have to wait
+        context = torch._C.DisableTorchFunctionSubclass if set_to_none else nullcontext
+        with context():
+            own["zero_grad"](set_to_none=set_to_none)
+
+    def add_param_group(self: torch.optim.Optimizer, param_group: Any) -> None:
+        additions = alive().additions
+        additions.check_group()
+        own["add_param_group"](param_group)
+        additions.given_to_optimizer(self.param_groups[-1]["params"])
+
+    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+    optimizer.add_param_group = types.MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
 
     def restore() -> None:
         for name in OWN_ATTRIBUTES:
@@ -210,9 +217,11 @@ def _put_step(
 ) -> None:
     @torch.optim.Optimizer.profile_hook_step
     def served(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """A step that servers make, or that is made later."""
+        # the step is made by servers, or later
         if "grad_scale" in vars(self) and not alive().by_workers:
-            _refuse_scaler(self)
+            from foreprop.params.loss_scale import refuse_scaler
+
+            refuse_scaler(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -230,7 +239,7 @@ def _put_step(
         training = alive()
         training.stepped = True
         if training.by_workers and training.makes_whole_steps():
-            with training.life.told_if_it_fails():
+            with training.life.giving_up_on_error():
                 result = training.step_whole(own_step, *args, **kwargs)
         else:
             result = served(self, *args, **kwargs)
@@ -242,39 +251,8 @@ def _put_step(
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-def _refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
-    from foreprop.numerics.loss_scale import refuse_scaler
-
-    refuse_scaler(optimizer)
-
-
-def _put_zero_grad(
-    optimizer: torch.optim.Optimizer, own: Callable[..., None], alive: Callable[[], Training]
-) -> None:
-    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        alive().discard_gradients(set_to_none)
-        # nobody looks at what is let go of; zeros are written to gradients that may have to wait
-        context = torch._C.DisableTorchFunctionSubclass if set_to_none else nullcontext
-        with context():
-            own(set_to_none=set_to_none)
-
-    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
-
-
-def _put_add_param_group(
-    optimizer: torch.optim.Optimizer, own: Callable[[Any], None], alive: Callable[[], Training]
-) -> None:
-    def add_param_group(self: torch.optim.Optimizer, param_group: Any) -> None:
-        additions = alive().additions
-        additions.check_group()
-        own(param_group)
-        additions.given_to_optimizer(self.param_groups[-1]["params"])
-
-    optimizer.add_param_group = types.MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
-
-
 def _watch_state(training: Training, before: dict[str, Any]) -> None:
-    """Checkpoints and copies have the state; ``before``: the user's own attributes."""
+    # checkpoints and copies have the state; ``before`` has the user's own attributes
     optimizer, alive = training.user.optimizer, training.reference()
 
     def pull_state(*_: Any) -> None:
@@ -299,7 +277,7 @@ def _watch_state(training: Training, before: dict[str, Any]) -> None:
 def _adopt_model(training: Training) -> None:
     model: Any = training.user.model
     if training.trace is not None:
-        from foreprop.hooks.compute_trace import ComputeTrace
+        from foreprop.params.compute_trace import ComputeTrace
 
         trace = ComputeTrace(model, training.trace, lambda: training.completed + 1)
         training.compute_trace = trace
@@ -308,8 +286,8 @@ def _adopt_model(training: Training) -> None:
         training.life.add_undo(*watch_module(training, module))
     handles = []
     if training.config.whole_tables not in (None, "all"):
-        handles.append(model.register_state_dict_pre_hook(StateDictBegins(training)))
-        handles.append(model.register_state_dict_post_hook(StateDictEnds(training)))
+        handles.append(model.register_state_dict_pre_hook(ModelHook(training.saving, True)))
+        handles.append(model.register_state_dict_post_hook(ModelHook(training.saving, False)))
     if training.remote is not None and training.user.embeddings is not None:
         handles += training.remote.watch(training.user.embeddings.modules_of)
     training.life.add_undo(*(handle.remove for handle in handles))
@@ -317,111 +295,25 @@ def _adopt_model(training: Training) -> None:
 
 
 def watch_module(training: Training, module: torch.nn.Module) -> list[Callable[[], None]]:
-    """A part of the model; the returned functions end it."""
+    """Register the hooks on a part of the model; the returned functions remove them."""
     handles = []
     if next(module.parameters(recurse=False), None) is not None:
-        handles.append(before_loading(module, BeforeLoadStateDict(training)))
+        handles.append(before_loading(module, ModelHook(training.flush)))
     if training.config.wait == "modules":
         handles.append(before_forward(module, BeforeModule()))
     return [handle.remove for handle in handles]
 
 
 def watch_buffers(training: Training) -> None:
-    """Have evaluations and checkpoints show rank 0's, if the model has any."""
+    """Have evaluations and checkpoints show rank 0's buffers, if the model has any."""
     if training.user.buffers and not training.watches_buffers:
         training.watches_buffers = True
         model: Any = training.user.model
         handles = [
-            before_forward(model, BeforeForward(training)),
-            model.register_state_dict_pre_hook(BeforeStateDict(training)),
+            before_forward(model, BeforeForward(training.synchronise_buffers)),
+            model.register_state_dict_pre_hook(BeforeStateDict(training.synchronise_buffers)),
         ]
         training.life.add_undo(*(handle.remove for handle in handles))
-
-
-_CONSTANT = frozenset({int, float, bool, str, type(None)})
-
-
-class SettingsWatch:
-    """One backend's. Training thread."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        numbers: Callable[[], Any],
-        announce: Callable[[int], None],
-        *,
-        parameters: int,
-        is_scaled: bool,
-    ) -> None:
-        """``announce`` tells the servers ``numbers()``, which count from a step on.
-
-        ``parameters``: that the optimizer had at `parallelize`.
-        ``is_scaled``: the loss's scale is one of the numbers, which no group has.
-        """
-        self.announced_step = 0
-        self._optimizer = optimizer
-        self._numbers = numbers
-        self._send = announce
-        self._parameters = parameters
-        self._is_scaled = is_scaled
-        self._announced: Any = None
-        self._read: list[tuple[Any, ...]] | None = None
-        """The groups' values when they were announced; None if they could change by themselves."""
-
-    def announce(self, step: int) -> None:
-        """The step's first push is about to leave: servers must know what has changed."""
-        if not self._is_as_read():
-            numbers = self._numbers()
-            if numbers != self._announced:
-                self._send(step)
-                self._announced = numbers
-            self._keep()
-        self.announced_step = step
-
-    def check_unchanged(self, step: int) -> None:
-        """At `step()`: what was announced still holds, if anything was."""
-        if self._is_as_read() or self.announced_step != step:
-            return
-        if self._numbers() != self._announced:
-            raise TrainingLoopError(
-                "the optimizer's settings (lr, ...) were changed between backward() and"
-                " step(), when servers had been sent gradients with the old ones. Change them after"
-                " step(), as LR schedulers do, or before backward(); or set parallelize(...,"
-                " update='workers'), with which step() takes what it finds."
-            )
-
-    def _keep(self) -> None:
-        groups = self._optimizer.param_groups
-        self._read = [tuple(group.values()) for group in groups]
-        for group in groups:
-            if not all(name == "params" or _is_constant(value) for name, value in group.items()):
-                self._read = None
-                return
-
-    def _is_as_read(self) -> bool:
-        """Whether nobody can have set anything. Raises `ConfigError` for other parameters."""
-        groups, read = self._optimizer.param_groups, self._read
-        count = 0
-        for group in groups:
-            count += len(group["params"])
-        if count != self._parameters:
-            raise ConfigError(
-                f"the optimizer had {self._parameters} parameters at parallelize() and has"
-                f" {count} now; call add_param_group() before parallelize()"
-            )
-        if read is None or self._is_scaled or len(groups) != len(read):
-            return False
-        for group, values in zip(groups, read, strict=True):
-            if len(group) != len(values) or not all(map(operator.is_, group.values(), values)):
-                return False
-        return True
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether it is the same as long as it is the same object."""
-    if type(value) is tuple:
-        return all(type(part) in _CONSTANT for part in value)
-    return type(value) in _CONSTANT
 
 
 def _with_advice(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -430,7 +322,7 @@ def _with_advice(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return run(*args, **kwargs)
         except RuntimeError as error:
-            from foreprop.path.looprules import add_advice
+            from foreprop.params.looprules import add_advice
 
             add_advice(error)
             raise
@@ -438,9 +330,4 @@ def _with_advice(run: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-_INTERCEPTIONS = [Interception(torch.autograd, name, _with_advice) for name in ("backward", "grad")]
-
-
-def give_advice() -> list[Callable[[], None]]:
-    """From now on; the returned functions end it."""
-    return [interception.hold() for interception in _INTERCEPTIONS]
+_BACKWARD = [Interception(torch.autograd, name, _with_advice) for name in ("backward", "grad")]

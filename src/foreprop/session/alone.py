@@ -1,8 +1,16 @@
-"""A world of one: plain PyTorch, which needs no servers, sockets or threads."""
+"""A world of one: plain PyTorch, which needs no servers, sockets or threads.
+
+Model and optimizer are left alone, but for what the settings add: ``clip_grad_norm``,
+``clip_grad_value``, ``ema``, ``check_finite``, and with a scaler the gradients' norm, which are
+part of `optimizer.step` then (`params.addedsteps`), and ``trace``. Settings of how something is
+sent, divided or held do nothing, as nothing is: ``wire_dtype`` rounds nothing, for one. Steps are
+counted only where a setting has them counted, or somebody has asked for metrics.
+"""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import secrets
 import weakref
@@ -13,36 +21,41 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from foreprop.config import Config
+from foreprop.config import LOGGER, Config
+from foreprop.config.combinations import check_combinations
+from foreprop.config.launchers import promised_ranks
 from foreprop.core.codec import choices_of
+from foreprop.engine.metrics import Metrics, Totals
+from foreprop.engine.optimizer import named_parameters
+from foreprop.engine.trace import TraceRecorder, check_folders, trace_path
 from foreprop.errors import ConfigError
-from foreprop.hooks.compute_trace import ComputeTrace
-from foreprop.numerics.moving_average import averaged_state_dict, averages_from
-from foreprop.observe.metrics import Metrics, Totals
-from foreprop.observe.trace import TraceRecorder, check_folders, trace_path
-from foreprop.path.optimizer import named_parameters
-from foreprop.session.addedsteps import AddedSteps
+from foreprop.params.addedsteps import AddedSteps
+from foreprop.params.compute_trace import ComputeTrace
+from foreprop.params.moving_average import averaged_state_dict, averages_from
 from foreprop.session.figures import Follower, facts_of
-from foreprop.session.mistaken import report_idle, report_promised
-from foreprop.session.session import Session
+from foreprop.session.session import Session, report_idle
 
 
 def _named(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, torch.nn.Parameter]:
-    """The parameters of both."""
     own = [] if optimizer is None else named_parameters(model, optimizer)
     return dict(model.named_parameters()) | {name: parameter for name, parameter, _ in own}
 
 
-class LoneSession(Session):
-    """A session that leaves model and optimizer alone, but for what its settings add.
+@functools.cache
+def report_promised() -> None:
+    """Warn, once per process, if a launcher has started several that each train alone."""
+    if (promised := promised_ranks()) is not None:
+        LOGGER.warning(
+            "%s is %d, but this process trains alone, as RANK and WORLD_SIZE do not say who the"
+            " others are: start it by torchrun or `foreprop run` (docs/recipes.md)",
+            *promised,
+        )
 
-    Those are ``clip_grad_norm``, ``clip_grad_value``, ``ema``, ``check_finite``, and with a scaler
-    the gradients' norm, which are part of `optimizer.step` then, and ``trace``. Settings of how
-    something is sent, divided or held do nothing, as nothing is: ``wire_dtype`` rounds nothing,
-    for one.
-    """
+
+class LoneSession(Session):
+    """The session of a world of one. See `Session` for what it offers."""
 
     def __init__(
         self,
@@ -56,7 +69,6 @@ class LoneSession(Session):
         self._optimizer = optimizer
         self._closed = False
         self._at_end: list[Callable[[], None]] = []
-        """To be called when it is closed."""
         self._steps: AddedSteps | None = None
         self._trace: _LoneTrace | None = None
         self._follower: Follower | None = None
@@ -64,7 +76,7 @@ class LoneSession(Session):
         report_idle(model, optimizer)
         check_folders(config)
         if isinstance(config.compression, str):
-            from foreprop.compression.choosing import check_codecs
+            from foreprop.features.compression.choosing import check_codecs
 
             check_codecs(choices_of(config.compression))
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -80,13 +92,12 @@ class LoneSession(Session):
             finite,
         )
         if optimizer is None:
-            from foreprop.config.combinations import check_combinations
-
             check_combinations(config, {"no optimizer": "parallelize() was given no optimizer"})
         elif any(setting is not None for setting in asked):
             self._steps = AddedSteps(model, optimizer, config, scaler, checks_finite=True)
         if config.trace is not None:
-            self._trace = _LoneTrace(config, _named(model, optimizer), model, self._step)
+            named = _named(model, optimizer)
+            self._trace = _LoneTrace(config, named, model, lambda: self._count + 1)
         if config.log_steps is not None or config.watch is not None:
             self._followed()
             atexit.register(self.close)
@@ -96,8 +107,9 @@ class LoneSession(Session):
     def config(self) -> Config:
         return self._config
 
-    def _step(self) -> int:
-        return 1 if self._steps is None else self._steps.count + 1
+    @property
+    def _count(self) -> int:
+        return 0 if self._steps is None else self._steps.count
 
     @property
     def rank(self) -> int:
@@ -116,7 +128,7 @@ class LoneSession(Session):
         return False
 
     def flush(self) -> None:
-        """Every parameter shows the last step as soon as it is over."""
+        """Do nothing: every parameter shows the last step as soon as it is over."""
 
     @property
     def grad_norm(self) -> float | None:
@@ -145,7 +157,7 @@ class LoneSession(Session):
         return {"residuals": {}}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing is sent, and so nothing kept back."""
+        """Do nothing: no codec has kept anything back."""
 
     def master_state_dict(self) -> dict[str, Any]:
         return averaged_state_dict(self._model, [], [])
@@ -169,7 +181,6 @@ class LoneSession(Session):
         raise ConfigError(_NO_TABLES)
 
     def stats(self) -> dict[str, Any]:
-        """Nothing was sent. ``steps`` is None where no setting has them counted."""
         return {
             "steps": None if self._steps is None else self._steps.count,
             "pushes": 0,
@@ -185,7 +196,6 @@ class LoneSession(Session):
         }
 
     def metrics(self) -> Metrics:
-        """Steps are counted from the first call on, if no setting has them counted."""
         return self._followed().metrics()
 
     def call_every(self, steps: int, callback: Callable[[Metrics], object]) -> None:
@@ -197,20 +207,16 @@ class LoneSession(Session):
                 self._steps = AddedSteps(
                     self._model, self._optimizer, self._config, None, checks_finite=True
                 )
-            self._follower = Follower(self._totals)
+            self._follower = Follower(lambda: Totals(step=self._count))
             self._follower.begin(self._config, secrets.token_hex(8), rank=0, world_size=1)
             if self._steps is not None:
                 self._steps.on_step = self._follower.end_step
         return self._follower
 
-    def _totals(self) -> Totals:
-        return Totals(step=0 if self._steps is None else self._steps.count)
-
     def describe(self) -> str:
         return "a world of one: plain PyTorch, without servers"
 
     def close(self) -> None:
-        """The optimizer's state stays."""
         self._end(None)
 
     def _end(self, failure: BaseException | None) -> None:
@@ -240,7 +246,6 @@ class LoneSession(Session):
 
 
 open_lone_sessions: weakref.WeakSet[LoneSession] = weakref.WeakSet()
-"""Of this process."""
 
 _NO_TABLES = (
     "there are no remote tables: embeddings with sparse=True that were made under"
@@ -249,8 +254,6 @@ _NO_TABLES = (
 
 
 class _LoneTrace:
-    """When each layer computes, to be written at the end."""
-
     def __init__(
         self,
         config: Config,
@@ -262,11 +265,14 @@ class _LoneTrace:
         self._recorder = TraceRecorder(path, "worker 0", 0, config.trace_steps)
         self._recorder.describe(facts_of(config, named, ranks=1, nodes=1))
         self._compute = ComputeTrace(model, self._recorder, current_step)
-        self._handles = [
-            _watch_gradient(self._compute, name, parameter)
-            for name, parameter in named.items()
-            if parameter.requires_grad
-        ]
+        self._handles: list[RemovableHandle] = []
+        for name, tensor in named.items():
+            parameter: Any = tensor
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(
+                    lambda _, name=name: self._compute.gradient_ready(name)
+                )
+                self._handles.append(handle)
         atexit.register(self.end)
 
     def end(self) -> None:
@@ -275,11 +281,3 @@ class _LoneTrace:
         for handle in self._handles:
             handle.remove()
         self._recorder.write()
-
-
-def _watch_gradient(compute: ComputeTrace, name: str, parameter: Any) -> RemovableHandle:
-    def ready(_: torch.Tensor) -> None:
-        compute.gradient_ready(name)
-
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(ready)
-    return handle

@@ -1,26 +1,27 @@
-"""Architecture, slices or codecs are "auto": measure some steps, then go on as planned."""
+"""A session whose architecture, slices or codecs are "auto".
+
+It measures some steps, makes a plan from them, connects anew if the plan asks for that, and says
+how the steps that follow compare with what was expected.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from foreprop.auto.planning import Outlook, Planning
-from foreprop.path.optimizer import can_be_served
+from foreprop.config import LOGGER, Config
+from foreprop.engine.optimizer import can_be_served
+from foreprop.plan.planning import Outlook, Planning
 from foreprop.session.backends import is_served
+from foreprop.session.meeting import CHOICE, tell_newcomers
 from foreprop.session.reconnecting import reconnect
-
-if TYPE_CHECKING:
-    from foreprop.config import Config
-    from foreprop.session.training import Training
+from foreprop.session.training import Training
 
 
 class Automatic:
-    """One session's plan, from the first measured step to the last one that is compared with it."""
+    """One session's plan, until the last step that is compared with it. Training thread."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
         self._outlook: Outlook | None = None
-        self._planning: Planning | None = Planning(
+        self.planning: Planning | None = Planning(
             training.config,
             training.world,
             training.parameters,
@@ -30,43 +31,46 @@ class Automatic:
             servable=can_be_served(training.user.optimizer),
             by_workers=training.by_workers,
         )
-        training.probe = self._planning.probe
-
-    @property
-    def is_planning(self) -> bool:
-        return self._planning is not None
+        training.probe = self.planning.probe
 
     def end_step(self) -> None:
-        """After a step: measure the next one, or make and adopt the plan, or see how it did."""
         training = self._training
-        if training.completed == 1 and self._planning is None:
-            training.checkpoints.forget_start()
+        if training.completed == 1 and self.planning is None:
+            training.composition.checkpoints.forget_start()
         if self._outlook is not None:
             training.report(self._outlook.end_step())
             if self._outlook.is_over:
                 self._outlook = None
-        if self._planning is None:
+        if self.planning is None:
             return
-        enough = self._planning.end_step()
+        enough = self.planning.end_step()
         if training.probe is not None:
             training.settle_all()  # what is measured is to be the device's time, or the links'
-        if enough:
-            self._adopt_plan(self._planning)
+        if enough and (training.probe is None or training.composition.meet(CHOICE)):
+            self._adopt_plan(self.planning)
         elif training.probe is not None:
             training.probe.begin()
 
     def _adopt_plan(self, planning: Planning) -> None:
-        """All ranks alike, after the same step: connect anew if something is to change."""
+        # all ranks come here after as many steps
         training = self._training
-        self._planning = training.probe = None
-        plan = planning.decide(training.backends.session_id, training.backends.raise_if_failed)
-        training.report(plan.text)
+        self.planning = training.probe = None
+        elastic, notices = training.config.elastic, training.backends.notices
+        plan = planning.decide(
+            training.backends.session_id,
+            training.backends.raise_if_failed,
+            (lambda: notices.members) if elastic and notices is not None else None,
+        )
+        if plan.text and training.world.rank == (min(notices.members) if notices else 0):
+            LOGGER.info("%s", plan.text)
         before, training.config = training.config, plan.applied_to(training.config)
         row_wise = {info.name for info in training.infos if info.rows}
         anew = needs_another_backend(before, training.config, planning.nodes)
         if anew or plan.row_wise != row_wise:
             with training.state.quietly():
                 reconnect(training, plan.row_wise)
+        elif elastic:
+            tell_newcomers(training)
         self._outlook = plan.outlook()
 
 

@@ -1,37 +1,43 @@
-"""What a session's checkpoints are made of: averages, masters, tables, the optimizer's state."""
+"""What a session's checkpoints are made of: averages, masters, tables, the optimizer's state.
+
+*Masters* are the parameters in full: with ``wire_dtype`` or a codec servers may have more of them
+than the workers see. *Residuals* are what lossy codecs have kept back of the gradients. Optimizer
+state that servers have passes through the user's optimizer.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from foreprop.backends.composedworker import ServedBackend
 from foreprop.config import LOGGER
+from foreprop.engine.tensors import AVERAGE
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.numerics.moving_average import averaged_state_dict, averages_from
-from foreprop.path.tensors import AVERAGE
+from foreprop.features.tables.parts import VALUES
+from foreprop.params.moving_average import averaged_state_dict, averages_from
+from foreprop.session.training import Training
 
 if TYPE_CHECKING:
-    from foreprop.collectives.local_update import LocalState
-    from foreprop.compression.noderesiduals import NodeResiduals, ServersResiduals
-    from foreprop.compression.residuals import Residuals
-    from foreprop.servers.servedstate import ServedState
-    from foreprop.session.training import Training
-    from foreprop.tables.remote import RemoteTable
-    from foreprop.tables.tables import RemoteTables
+    from foreprop.backends.servedstate import ServedState
+    from foreprop.features.collectives.gradientsums import LocalState
+    from foreprop.features.compression.remoteresiduals import NodeResiduals, ServersResiduals
+    from foreprop.features.compression.residuals import Residuals
+    from foreprop.features.tables.remotetables import RemoteTables
+    from foreprop.features.tables.rowparameter import RemoteRows
 
     KeptState = LocalState | ServedState
 
 Values = Mapping[str, torch.Tensor]
-"""By parameter, in its shape."""
+"""Each parameter's tensor, by its name."""
 
 
 class Checkpoints:
-    """Between the steps of one session. Training thread."""
+    """What one session gives away and takes between its steps. Training thread."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -62,8 +68,6 @@ class Checkpoints:
             backend.state.replace_averages(training.completed, own)
 
     def master_state_dict(self) -> dict[str, Any]:
-        from foreprop.tables.parts import VALUES
-
         with torch.no_grad(), self._tables_aside(self.masters(), VALUES) as masters:
             return averaged_state_dict(self._training.user.model, self._own_parameters(), masters)
 
@@ -74,17 +78,21 @@ class Checkpoints:
         if training.completed or self._start is None:
             return self._by_number(lambda state: state.pull_masters(training.completed))
         (shown, full), rounded = self._start(), self._rounded()
-        return [
-            _in_full(own.parameter, shown[own.name], full[own.name])
-            if own.index in rounded and own.name in full
-            else own.parameter
-            for own in training.parameters
-        ]
+        masters: list[torch.Tensor] = []
+        for own in training.parameters:
+            masters.append(own.parameter)
+            if own.index in rounded and own.name in full:
+                with torch._C.DisableTorchFunctionSubclass():
+                    now = own.parameter.detach().cpu()
+                    # but for elements that have been changed by hand since they were shown
+                    masters[-1] = torch.where(now == shown[own.name], full[own.name], now)
+        return masters
 
     def begin_rounded(self, shown: Values, start: Callable[[], tuple[Values, Values]]) -> None:
-        """Go on with the workers' values as they were, where servers have begun with them in full.
+        """Show the workers' values as they were, where servers have begun with them in full.
 
-        ``start`` gives what was ``shown``, and the same in full, to who asks before the first step.
+        ``start`` gives what was ``shown``, and the same in full, to whoever asks before the first
+        step.
         """
         self._training.flush()  # rank 0's values have come
         self._start, rounded = start, self._rounded()
@@ -95,13 +103,11 @@ class Checkpoints:
                         own.parameter.copy_(shown[own.name])
 
     def forget_start(self) -> None:
-        """A step has been made, or others are asked from now on."""
+        """Let servers be asked from now on: a step has been made, or there are others."""
         self._start = None
 
     def _rounded(self) -> set[int]:
-        """The parameters that servers update, and so may have more of, but for remote tables."""
-        from foreprop.servers.served import ServedBackend
-
+        # parameters that servers update, and so may have more of, but for remote tables
         training = self._training
         parts = training.backends.parts
         served = (own for backend, own in parts if isinstance(backend, ServedBackend))
@@ -113,7 +119,6 @@ class Checkpoints:
             and (training.infos[number].rows or not training.by_workers)
         }
 
-    # What lossy codecs have kept back.
     def state_dict(self) -> dict[str, Any]:
         training = self._training
         training.flush()
@@ -126,15 +131,14 @@ class Checkpoints:
         return {"residuals": found}
 
     def replace_residuals(self, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """This rank's own, by parameter, where the backend is another one."""
+        """Give this rank's residuals, by parameter, to another backend."""
         for kept in self._kept():
             kept.replace(whole)
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        from foreprop.compression.residuals import check_states, divided, entries
+        from foreprop.features.compression.residuals import check_states, divided, entries
 
         check_states(states)
-
         training = self._training
         world, averages = training.world, training.config.reduction == "mean"
         training.flush()
@@ -158,7 +162,6 @@ class Checkpoints:
     def _by_number(
         self, pull: Callable[[KeptState], Sequence[torch.Tensor]]
     ) -> Sequence[torch.Tensor]:
-        """What the backends' states have, by the session's numbers."""
         found: dict[int, torch.Tensor] = {}
         for backend, numbers in self._training.backends.parts:
             found.update(zip(numbers, pull(backend.state), strict=True))
@@ -177,7 +180,7 @@ class Checkpoints:
     def _tables_aside(
         self, values: Sequence[torch.Tensor], entry: str
     ) -> Iterator[Sequence[torch.Tensor]]:
-        """While a state dict is made with other values: with those of the remote tables, too."""
+        """Yield the values with those of remote tables, which are set aside until it ends."""
         remote = self._training.remote
         if remote is None:
             yield [value.detach() for value in values]
@@ -190,39 +193,28 @@ class Checkpoints:
         remote = self._training.remote
         return contextlib.nullcontext() if remote is None else remote.aside()
 
-    # Tables row by row.
     def rows(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
         training = self._training
         found = next((own for own in training.parameters if own.name == name), None)
         if found is None:
             names = [own.name for own in training.parameters]
             raise ConfigError(f"no parameter is called {name!r}; there are {names}")
-        for table in training.tables:
-            if table is found and training.infos[table.index].init is not None:
-                rows: torch.Tensor = table.rows(numbers)  # type: ignore[union-attr]
-                return rows
+        if training.infos[found.index].init is not None:
+            return cast("RemoteRows", found.arrival).rows(numbers)
         with torch.no_grad():
             on_its_device = numbers.to(found.parameter.device)
             return torch.nn.functional.embedding(on_its_device, found.parameter)
 
-    def set_rows(self, name: str, numbers: torch.Tensor, values: torch.Tensor) -> None:
-        self._remote_tables().set_rows(name, numbers, values)
-
-    def save_tables(self, folder: str | os.PathLike[str]) -> None:
-        self._remote_tables().save(folder)
-
-    def load_tables(self, folder: str | os.PathLike[str]) -> None:
-        self._remote_tables().load(folder)
-
-    def _remote_tables(self) -> RemoteTables:
+    @property
+    def tables(self) -> RemoteTables:
         return self._training.remote or remote_tables(self._training)
 
-    # Optimizer state passes through the user's optimizer for checkpoints.
     def pull_state(self) -> None:
         training = self._training
         if training.remote is not None:
             training.remote.check_whole()
-        if training.settings.announced_step > training.completed and not training.by_workers:
+        announced = 0 if training.settings is None else training.settings.announced_step
+        if announced > training.completed and not training.by_workers:
             raise TrainingLoopError(
                 "the optimizer's state is used between backward() and step(), in step"
                 f" {training.completed + 1}: servers have been sent gradients, and some may be of"
@@ -239,21 +231,14 @@ class Checkpoints:
             backend.state.replace(self._training.completed)
 
 
-def _in_full(parameter: torch.Tensor, shown: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """But for elements that have been changed by hand since they were shown."""
-    with torch._C.DisableTorchFunctionSubclass():
-        now = parameter.detach().cpu()
-        return torch.where(now == shown, full, now)
-
-
 def remote_tables(training: Training) -> RemoteTables:
     """All remote tables; there may be none."""
-    from foreprop.tables.tables import RemoteTables
+    from foreprop.features.tables.remotetables import RemoteTables
 
     infos = training.infos
-    remote = [table for table in training.tables if infos[table.index].init is not None]
+    remote = [table for table in training.tables if infos[table.owner.index].init is not None]
     return RemoteTables(
-        cast("list[RemoteTable]", remote),
+        cast("list[RemoteRows]", remote),
         training.user.optimizer,
         infos,
         training.board("tables"),

@@ -1,46 +1,46 @@
-"""A session's figures: totals, what was since the last look, and who is told every few steps.
+"""A session's figures: totals, what was since the last look, and callbacks every few steps.
 
-Loaded by sessions that are asked for them.
+Also what a trace says of its session. Only sessions that are asked for figures load this.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 
 from foreprop.config import LOGGER, Config
+from foreprop.core.lateness import Straggler
 from foreprop.core.wire import HEADER_BYTES
+from foreprop.engine.metrics import Meter, Metrics, Totals, no_straggler
+from foreprop.engine.progress import Counters
+from foreprop.engine.status import State, StatusFile
+from foreprop.engine.trace import TraceRecorder, trace_path
 from foreprop.errors import ConfigError
-from foreprop.observe.metrics import HoldUp, Meter, Metrics, Totals, no_straggler
-from foreprop.observe.status import State, StatusFile
-from foreprop.observe.trace import TraceRecorder, trace_path
+from foreprop.session.backends import Backends
+from foreprop.session.training import Training
 from foreprop.version import __version__
 
-if TYPE_CHECKING:
-    from foreprop.servers.served import ServedBackend
-    from foreprop.session.backends import Backends
-    from foreprop.session.training import Training
-
-Told = Callable[[Metrics], object]
+MetricsCallback = Callable[[Metrics], object]
 
 _STATUS_EVERY_S = 1.0
+_TOTALS = [spec.name for spec in fields(Counters) if spec.name != "waited_s_by_parameter"]
 
 
 class Follower:
-    """Tells about one rank's steps as they end. Training thread.
+    """Calls back, logs and writes the status file as one rank's steps end. Training thread.
 
-    ``straggler`` is asked whenever something is told: whoever learns which rank is late is put
-    there.
+    ``straggler`` is called for each metrics; whoever learns which rank is late replaces it.
     """
 
     def __init__(self, read: Callable[[], Totals]) -> None:
-        self.straggler: Callable[[], HoldUp | None] = no_straggler
+        self.straggler: Callable[[], Straggler | None] = no_straggler
         self._read = read
-        self._told: list[tuple[int, Meter, Told]] = []
+        self._callbacks: list[tuple[int, Meter, MetricsCallback]] = []
         self._meter = self._new_meter()
         self._status: StatusFile | None = None
         self._status_meter = self._meter
@@ -50,38 +50,36 @@ class Follower:
         return Meter(self._read, lambda: self.straggler())
 
     def metrics(self) -> Metrics:
-        """Since the last call, or since the beginning."""
         return self._meter.since_last()
 
-    def call_every(self, steps: int, callback: Told) -> None:
+    def call_every(self, steps: int, callback: MetricsCallback) -> None:
         if steps < 1:
             raise ConfigError(f"steps is {steps}; callbacks are called every 1 step or more")
-        self._told.append((steps, self._new_meter(), callback))
+        self._callbacks.append((steps, self._new_meter(), callback))
 
     def begin(self, config: Config, session: str, *, rank: int, world_size: int) -> None:
-        """Do what the settings ask for: rank 0 logs, and each leaves word once a second."""
+        """Do what the settings ask for: rank 0 logs, and each writes its status once a second."""
         if config.log_steps is not None and rank == 0:
             self.call_every(config.log_steps, lambda metrics: LOGGER.info("%s", metrics))
         if config.watch is not None:
             self._status = StatusFile(config.watch, session, rank, world_size)
             self._status_meter = self._new_meter()
-            self._leave_word("starting")
+            self._write_status("starting")
 
     def end_step(self, step: int) -> None:
-        """Step ``step`` since the start is over."""
-        for every, meter, callback in self._told:
+        """Call back after the step of this number, counted from the start."""
+        for every, meter, callback in self._callbacks:
             if step % every == 0:
                 callback(meter.since_last())
         if self._status is not None and time.monotonic() - self._written_s >= _STATUS_EVERY_S:
-            self._leave_word("training", self._status_meter.since_last())
+            self._write_status("training", self._status_meter.since_last())
 
     def end(self, failure: BaseException | None) -> None:
-        """The session is over."""
         error = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        self._leave_word("closed" if failure is None else "failed", None, error)
-        self._told.clear()
+        self._write_status("closed" if failure is None else "failed", None, error)
+        self._callbacks.clear()
 
-    def _leave_word(self, state: State, metrics: Metrics | None = None, error: str = "") -> None:
+    def _write_status(self, state: State, metrics: Metrics | None = None, error: str = "") -> None:
         if self._status is None:
             return
         self._written_s = time.monotonic()
@@ -93,31 +91,30 @@ class Follower:
 
 
 def follow(training: Training) -> Follower:
-    """Of a session of several processes: what its settings ask for."""
-    world, follower = training.world, Follower(lambda: _totals(training))
+    """The follower of a session of several processes."""
+
+    def totals() -> Totals:
+        counters = _counters_of(training.backends)
+        return Totals(
+            step=training.completed_before + training.completed,
+            waits=counters.waits,
+            waited_s=counters.waited_s,
+            pushed_bytes=counters.pushed_bytes,
+            reply_bytes=counters.reply_bytes,
+            queue_depth=_queue_depth_of(training.backends),
+            max_queue_depth=counters.max_queue_depth,
+        )
+
+    world, follower = training.world, Follower(totals)
     session_id = training.backends.session_id
     follower.straggler = lambda: training.backends.straggler
     follower.begin(training.config, session_id, rank=world.rank, world_size=world.size)
     return follower
 
 
-def _totals(training: Training) -> Totals:
-    counters = training.backends.counters
-    return Totals(
-        step=training.completed_before + training.completed,
-        waits=counters.waits,
-        waited_s=counters.waited_s,
-        pushed_bytes=counters.pushed_bytes,
-        reply_bytes=counters.reply_bytes,
-        queue_depth=training.backends.queue_depth,
-        max_queue_depth=counters.max_queue_depth,
-    )
-
-
 def stats_of(training: Training) -> dict[str, Any]:
-    """What `Session.stats` returns."""
     backends = training.backends
-    counters = backends.counters
+    counters = _counters_of(backends)
     names = [info.name for info in training.infos]
     return {
         "steps": training.completed_before + training.completed,
@@ -125,11 +122,9 @@ def stats_of(training: Training) -> dict[str, Any]:
         "pushed_bytes": counters.pushed_bytes,
         "replies": counters.replies,
         "reply_bytes": counters.reply_bytes,
-        "queue_depth": backends.queue_depth,
+        "queue_depth": _queue_depth_of(backends),
         "max_queue_depth": counters.max_queue_depth,
-        **_compression_of(backends),
-        **_late_uses_of(training),
-        **_counting_of(backends),
+        **_of_features(training),
         "straggler": backends.straggler,
         "waits": counters.waits,
         "waited_s": counters.waited_s,
@@ -139,41 +134,38 @@ def stats_of(training: Training) -> dict[str, Any]:
     }
 
 
-def _compression_of(backends: Backends) -> dict[str, int]:
-    """What pushes and replies would have had without compression, if there is any."""
-    codecs = [own.codecs for own in backends.all if own.codecs is not None]
-    if not codecs:
-        return {}
-    served = (cast("ServedBackend", own) for own in backends.all)
-    tables = [own.rows for own in served if getattr(own.engine, "shards", ())]
-    return {
-        "raw_pushed_bytes": sum(own.raw_pushed_bytes for own in (*codecs, *tables)),
-        "raw_reply_bytes": sum(own.raw_reply_bytes for own in (*codecs, *tables)),
-    }
+def _counters_of(backends: Backends) -> Counters:
+    total = Counters()
+    for backend, numbers in backends.parts:
+        counters = backend.engine.counters
+        for name in _TOTALS:
+            setattr(total, name, getattr(total, name) + getattr(counters, name))
+        for own, seconds in counters.waited_s_by_parameter.items():
+            total.waited_s_by_parameter[numbers[own]] = seconds
+    return total
 
 
-def _late_uses_of(training: Training) -> dict[str, int]:
-    """How often parameters were used one step late, if they may be."""
-    if training.config.staleness != "late":
-        return {}
-    from foreprop.staleness.lateparameter import LateParameter
-
-    late = [each for each in training.parameters if isinstance(each, LateParameter)]
-    return {"late_uses": sum(each.use.count for each in late)}
+def _queue_depth_of(backends: Backends) -> int:
+    return sum(engine.queue_depth for engine in backends.engines)
 
 
-def _counting_of(backends: Backends) -> dict[str, Any]:
-    """Who has left, or came late, where servers may count some workers only."""
+def _of_features(training: Training) -> dict[str, Any]:
+    # only sessions with compression, late uses or members that may leave count these
     found: dict[str, Any] = {}
-    for backend in backends.all:
+    backends: list[Any] = [*training.backends.all]
+    if codecs := [own.codecs for own in backends if own.codecs is not None]:
+        tables = [own.rows for own in backends if getattr(own.engine, "shards", ())]
+        found["raw_pushed_bytes"] = sum(own.raw_pushed_bytes for own in (*codecs, *tables))
+        found["raw_reply_bytes"] = sum(own.raw_reply_bytes for own in (*codecs, *tables))
+    if training.config.staleness == "late":
+        found["late_uses"] = sum(each.late_uses for each in training.arrivals)
+    for backend in backends:
         members = getattr(backend, "members", None)
         found |= {} if members is None else members.stats()
     return found
 
 
-# What a trace says of its session.
 def begin_trace(training: Training, folder: str, session_id: str) -> TraceRecorder:
-    """This rank's."""
     rank = training.world.rank
     path = trace_path(Path(folder), f"worker-{rank}", session_id)
     trace = TraceRecorder(path, f"worker {rank}", rank, training.config.trace_steps)
@@ -191,7 +183,7 @@ def trace_facts(training: Training) -> dict[str, object]:
 def facts_of(
     config: Config, named: Mapping[str, torch.nn.Parameter], *, ranks: int, nodes: int
 ) -> dict[str, object]:
-    """For `TraceRecorder.describe`; sizes are in bytes, as they are sent."""
+    """What a trace says of its session; sizes are in bytes, as they are sent."""
     return {
         "version": __version__,
         "torch": str(torch.__version__),

@@ -1,6 +1,7 @@
 """A session that goes on with another backend where it was.
 
-With other servers, shares or slices, or with more parameters (`session.additions`).
+It may have other servers, shares or slices, or more parameters (`session.additions`). Values,
+optimizer state, averages and residuals take the same way as in a checkpoint.
 """
 
 from __future__ import annotations
@@ -9,19 +10,16 @@ import contextlib
 import json
 import time
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from foreprop.cluster.entries import decode_entry
+from foreprop.engine.rendezvous import decode_entry
 from foreprop.errors import TrainingLoopError, TransportError
 from foreprop.session.additions import listed
 from foreprop.session.adopting import watch_buffers
-from foreprop.session.backends import connect
-
-if TYPE_CHECKING:
-    from foreprop.session.checkpoints import Values
-    from foreprop.session.training import Training
+from foreprop.session.checkpoints import Values
+from foreprop.session.training import Training
 
 
 def reconnect(training: Training, row_wise: Collection[str], *, renew: bool = False) -> None:
@@ -29,47 +27,50 @@ def reconnect(training: Training, row_wise: Collection[str], *, renew: bool = Fa
 
     ``renew``: with the parameters that there are now, instead of those that there were.
     """
-    training.checkpoints.pull_state()
+    composition, checkpoints = training.composition, training.composition.checkpoints
+    checkpoints.pull_state()
     optimizer = training.user.optimizer
     state = dict(optimizer.state)
     training.flush()
     training.norm_before = training.grad_norm
     has_averages = training.config.ema is not None
-    averages = training.checkpoints.ema_state_dict() if has_averages else {}
+    averages = checkpoints.ema_state_dict() if has_averages else {}
     shown, full = _shown_and_full(training)
-    residuals = training.checkpoints.state_dict()["residuals"]
-    training.checkpoints.forget_start()
+    residuals = checkpoints.state_dict()["residuals"]
+    checkpoints.forget_start()
+    view = training.backends.view
     training.life.disconnect(None)
     training.life.let_go()
     optimizer.state.clear()
     optimizer.state.update(state)
     training.completed_before += training.completed
     if renew:
-        training.forget_backend()
+        if composition.uses is not None:
+            composition.uses.look_away()
+        composition.uses = composition.compiled = None  # they know the parameters that there were
         training.user.renew()
     training.user.make_sparse(row_wise)
     with torch.no_grad():
         for name, parameter, _ in training.user.named:
             if name in full:
                 parameter.copy_(full[name])
-    planned = training.planning
-    connect(training, row_wise)
+    planned = composition.planning
+    composition.connect(row_wise)
+    if view is not None and (now := training.backends.view) is not None:
+        now.on_end += view.on_end
     if renew and planned:
-        training.begin_planning()  # of these parameters
+        composition.begin_planning()  # of these parameters
     if full:
-        training.checkpoints.begin_rounded(shown, lambda: (shown, full))
-    training.checkpoints.replace_residuals(residuals)
+        checkpoints.begin_rounded(shown, lambda: (shown, full))
+    checkpoints.replace_residuals(residuals)
     if has_averages:
-        training.checkpoints.load_ema_state_dict(averages)
+        checkpoints.load_ema_state_dict(averages)
 
 
-# With more parameters.
 _BOARD, _JOINED = "additions", "joined"
 
 
 class _Joining(NamedTuple):
-    """What a rank says before it connects with more parameters."""
-
     step: int
     names: list[str]
 
@@ -83,7 +84,12 @@ def reconnect_with(training: Training, names: Sequence[str]) -> None:
     step = training.completed_before + training.completed + 1
     if training.averaging is not None:
         training.averaging.end_round()
-    _agree(training, names)
+    what = f"step {training.completed + 1} with {listed(names)} to be trained, too"
+    mine = json.dumps(_Joining(training.completed + 1, list(names)))
+    for rank, text in enumerate(training.board(_BOARD).exchange(_JOINED, mine, what)):
+        theirs = _decode(text)
+        if set(theirs.names) != set(names):
+            raise _unlike(rank, sorted(set(theirs.names) ^ set(names)))
     used = [id(training.parameters[index].parameter) for index in training.first.use_order]
     rows = {info.name for info in training.infos if info.rows}
     with training.state.quietly():
@@ -97,27 +103,14 @@ def reconnect_with(training: Training, names: Sequence[str]) -> None:
     )
 
 
-def _agree(training: Training, names: Sequence[str]) -> None:
-    step = training.completed + 1
-    what = f"step {step} with {listed(names)} to be trained, too"
-    mine = json.dumps(_Joining(step, list(names)))
-    for rank, text in enumerate(training.board(_BOARD).exchange(_JOINED, mine, what)):
-        theirs = _decode(text)
-        if set(theirs.names) != set(names):
-            raise _unlike(rank, sorted(set(theirs.names) ^ set(names)))
-
-
 def raise_if_others_join(training: Training) -> None:
-    """`TrainingLoopError` if another rank waits where this one does not come. Any thread.
-
-    Whoever is lost with the store is noticed otherwise.
-    """
+    """Raise `TrainingLoopError` if another rank waits where this one does not come. Any thread."""
     averaging = training.averaging
-    left = averaging is not None and any(each.left for each in averaging.parameters)
+    left = averaging is not None and any(each.left for each in averaging.gradients)
     board = training.board(_BOARD)
     for rank in range(training.world.size):
         found = None
-        with contextlib.suppress(TransportError):
+        with contextlib.suppress(TransportError):  # a lost store is noticed otherwise
             found = board.peek(f"{_JOINED}/{rank}") if rank != training.world.rank else None
         if found is not None:
             theirs = _decode(found)
@@ -140,13 +133,14 @@ def _unlike(rank: int, names: Sequence[str]) -> TrainingLoopError:
 
 
 def _shown_and_full(training: Training) -> tuple[Values, Values]:
-    """By parameter, what workers see and what servers have, where that is more."""
+    # what workers see and what servers have, by parameter, where that is more
     shown: dict[str, torch.Tensor] = {}
     full: dict[str, torch.Tensor] = {}
     if training.config.wire_dtype is None and not training.config.codecs:
         return shown, full
     with torch._C.DisableTorchFunctionSubclass():
-        for own, master in zip(training.parameters, training.checkpoints.masters(), strict=True):
+        masters = training.composition.checkpoints.masters()
+        for own, master in zip(training.parameters, masters, strict=True):
             if master is not own.parameter:  # else it is not cast, or nobody has more of it
                 shown[own.name] = own.parameter.detach().cpu().clone()
                 full[own.name] = master

@@ -1,13 +1,13 @@
-"""Whether all ranks have the same parameters, compared within every so many steps.
+"""A check that all ranks have the same parameters, every so many steps.
 
-A net below everything else: whatever makes ranks drift apart (a parameter that no session has, a
-loop that does other things on each rank, a bit that has flipped in memory), the run ends with the
-parameter's name before it has gone on for long. Each step adds up the bits of an equal share of all
-parameters, before the first gradient leaves, when their values are the last step's on every rank. A
-window of such steps covers everything once. What a rank has added up goes to the store, and is
-compared two steps later, when every rank's is there. A thread asks the store, whose host may be
-gone or cut off: no step waits for it. The first window is the first step alone, for what is wrong
-from the start.
+It is a net below everything else: whatever makes ranks drift apart (a parameter that no session
+has, a loop that does other things on each rank, a bit that has flipped in memory), the run ends
+with the parameter's name before it has gone on for long. Each step adds up the bits of an equal
+share of all parameters, before the first gradient leaves, when their values are the last step's on
+every rank. A *window* of such steps covers everything once. What a rank has added up goes to the
+store, and is compared two steps later, when every rank's is there. A thread asks the store, whose
+host may be gone or cut off: no step waits for it. The first window is the first step alone, for
+what is wrong from the start.
 """
 
 from __future__ import annotations
@@ -16,48 +16,35 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from foreprop.cluster.entries import decode_entry
 from foreprop.config import LOGGER
+from foreprop.engine.rendezvous import decode_entry
 from foreprop.errors import ForepropError, TrainingLoopError
-
-if TYPE_CHECKING:
-    from foreprop.config import Config
-    from foreprop.session.training import Training
+from foreprop.session.training import Training
 
 _PUBLISHED_AFTER, _COMPARED_AFTER = 2, 4
 _PATIENCE_S = 0.02
-"""A store that can be reached has answered by then: an error comes in the step that finds it."""
+"""A store that can be reached has answered by then, so an error is raised in the step itself."""
 
 
 class _Sums(NamedTuple):
-    """What a rank says of one window."""
-
     window: int
-    scale: float | None
-    """The factor of its loss, if a scaler has one."""
+    scale: float | None  # the factor of the rank's loss, if a scaler has one
     sums: list[int]
 
 
 class _Piece(NamedTuple):
-    """Of one parameter, in bytes."""
-
-    number: int
-    start: int
+    number: int  # the parameter's
+    start: int  # bytes
     stop: int
 
 
-def are_comparable(config: Config) -> bool:
-    """Whether ranks have the same values in the same step."""
-    return not (config.staleness or config.backup_workers)
-
-
 class ReplicaCheck:
-    """One connection's. Training thread, in which autograd's hooks may run."""
+    """The check of one connection. Training thread, in which autograd's hooks may run."""
 
     def __init__(self, training: Training) -> None:
         self._training = training.reference()
@@ -75,11 +62,10 @@ class ReplicaCheck:
         self._said = _Sums(-1, None, [])
         self._asking: threading.Thread | None = None
         self._found: TrainingLoopError | None = None
-        self._is_over = False
-        """The store is gone, and with it the comparison."""
+        self._is_over = False  # the store is gone
 
     def _share(self, steps: int) -> list[list[_Piece]]:
-        """All bytes, in as many parts of about the same size, each from a multiple of eight on."""
+        # all bytes, in parts of about the same size, each from a multiple of eight on
         sizes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
         whole = sum(size + -size % 8 for size in sizes)
         each = -(-max(1, whole) // steps)
@@ -98,18 +84,23 @@ class ReplicaCheck:
         return shares
 
     def look(self, round_: int) -> None:
-        """Before the first gradient of a step, or of a further round of it, leaves."""
+        """Add up a share, before the first gradient of a round leaves."""
         if round_ == self._round:
             return
         self._round = round_
         window, last = self._window, self._last
         training = self._training()
-        window.begin_step(training.completed_before + training.completed + 1)
+        window.looks += 1
+        window.last = training.completed_before + training.completed + 1
+        window.first = window.first or window.last
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for piece in window.shares[window.looks - 1]:
                 self._add(piece)
         if last is not None and window.looks == _PUBLISHED_AFTER:
-            self._said = said = self._what_to_say(last)
+            averaging = training.averaging
+            factor = None if averaging is None else averaging.unscaled_by
+            scale = None if factor is None else 1 / float(factor)
+            self._said = said = _Sums(last.number, scale, last.sums.all())
             self._ask(lambda: self._board.publish(f"sums/{self._board.rank}", json.dumps(said)))
         elif last is not None and window.looks == _COMPARED_AFTER:
             said = self._said
@@ -127,7 +118,7 @@ class ReplicaCheck:
         tensor = self._tensors[piece.number]
         managed = self._managed.get(id(tensor))
         if managed is not None:
-            managed.settle()
+            managed.arrival.settle()
         size = tensor.element_size()
         flat = tensor.detach()
         if not torch._prims_common.is_non_overlapping_and_dense_or_false(flat):
@@ -143,31 +134,24 @@ class ReplicaCheck:
         self._window.sums.add(piece.number, total)
 
     def _ask(self, do: Callable[[], None]) -> None:
-        """Have something done with the store, unless it has not answered since it was asked."""
+        # asks the store nothing while it has not answered what it was asked before
         if self._is_over or (self._asking is not None and self._asking.is_alive()):
             return
-        self._asking = threading.Thread(
-            target=self._do, args=(do,), name="foreprop-replicas", daemon=True
-        )
+
+        def ask() -> None:
+            try:
+                do()
+            except ForepropError as error:
+                self._is_over = True
+                text = "rank %d compares parameters with others no more (check_replicas): %s"
+                LOGGER.warning(text, self._board.rank, error)
+
+        self._asking = threading.Thread(target=ask, name="foreprop-replicas", daemon=True)
         self._asking.start()
         self._asking.join(_PATIENCE_S)
 
-    def _do(self, do: Callable[[], None]) -> None:
-        try:
-            do()
-        except ForepropError as error:
-            self._is_over = True
-            text = "rank %d compares parameters with others no more (check_replicas): %s"
-            LOGGER.warning(text, self._board.rank, error)
-
-    def _what_to_say(self, window: _Window) -> _Sums:
-        averaging = self._training().averaging
-        factor = None if averaging is None else averaging.unscaled_by
-        scale = None if factor is None else 1 / float(factor)
-        return _Sums(window.number, scale, window.sums.all())
-
     def _compare(self, window: _Window, mine: _Sums) -> None:
-        """With the lowest rank that is there."""
+        # with the lowest rank whose sums are there
         for rank in range(self._board.rank):
             found = self._board.peek(f"sums/{rank}")
             if found is None:
@@ -175,49 +159,37 @@ class ReplicaCheck:
             theirs: _Sums = decode_entry(found, _Sums, f"rank {rank}'s sums of parameters")
             if theirs.window != mine.window:  # it is not there any more
                 continue
-            self._found = self._maybe_unlike(mine, theirs, rank, window)
+            pairs = zip(self._names, mine.sums, theirs.sums, strict=True)
+            differing = [name for name, own, other in pairs if own != other]
+            if differing:
+                steps = f"step {window.first}"
+                if window.last != window.first:
+                    steps = f"steps {window.first} to {window.last}"
+                self._found = TrainingLoopError(
+                    f"parameter {differing[0]} is not the same on rank {rank} and rank"
+                    f" {self._board.rank}, as compared in {steps} ({len(differing)} of"
+                    f" {len(self._names)} parameters differ): something changes it on one rank"
+                    " only. Set check_replicas=None if that is meant"
+                )
+            elif mine.scale != theirs.scale:
+                self._found = TrainingLoopError(
+                    f"the loss is scaled by {theirs.scale} on rank {rank} and by {mine.scale} on"
+                    f" rank {self._board.rank}: make the GradScaler alike on every rank"
+                )
             return
-
-    def _maybe_unlike(
-        self, mine: _Sums, theirs: _Sums, rank: int, window: _Window
-    ) -> TrainingLoopError | None:
-        pairs = zip(self._names, mine.sums, theirs.sums, strict=True)
-        differing = [name for name, own, other in pairs if own != other]
-        if differing:
-            steps = f"step {window.first}"
-            if window.last != window.first:
-                steps = f"steps {window.first} to {window.last}"
-            return TrainingLoopError(
-                f"parameter {differing[0]} is not the same on rank {rank} and rank"
-                f" {self._board.rank}, as compared in {steps} ({len(differing)} of"
-                f" {len(self._names)} parameters differ): something changes it on one rank only."
-                " Set check_replicas=None if that is meant"
-            )
-        if mine.scale != theirs.scale:
-            return TrainingLoopError(
-                f"the loss is scaled by {theirs.scale} on rank {rank} and by {mine.scale} on rank"
-                f" {self._board.rank}: make the GradScaler alike on every rank"
-            )
-        return None
 
 
 class _Window:
-    """So many steps, in which everything is looked at once."""
-
     def __init__(self, number: int, shares: list[list[_Piece]], parameters: int) -> None:
         self.number = number
         self.shares = shares
         self.sums = _DeviceSums(parameters)
         self.looks = 0
-        self.first = self.last = 0
-
-    def begin_step(self, step: int) -> None:
-        self.looks += 1
-        self.first, self.last = self.first or step, step
+        self.first = self.last = 0  # steps
 
 
 class _DeviceSums:
-    """By parameter, on the devices where they are; read when those have long made them."""
+    """Each parameter's sum, on the device where the parameter is; read steps after it is made."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -231,7 +203,7 @@ class _DeviceSums:
         self._by_device[device][number] += total
 
     def leave(self) -> None:
-        """Nothing more is added: begin to bring them to the host."""
+        """Begin to copy the sums to the host: nothing more is added."""
         for device, sums in self._by_device.items():
             if device.type == "cuda":
                 host = torch.empty(self._count, dtype=torch.int64, pin_memory=True)
@@ -248,17 +220,14 @@ class _DeviceSums:
 
 
 def _replicated(training: Training) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """What is to be the same on all ranks: managed parameters by number, then the others."""
-    rows = {table.index for table in training.tables}
+    # what is to be the same on all ranks: managed parameters by number, then the others
+    rows = {table.owner.index for table in training.tables}
     seen = {id(training.user.named[number][1]) for number in rows}
     managed = ((name, parameter) for name, parameter, _ in training.user.named)
     for name, parameter in itertools.chain(managed, training.user.model.named_parameters()):
-        if id(parameter) not in seen and _has_bits(parameter):
+        tensor: Any = parameter
+        plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+        has_bits = plain and not tensor.is_meta and tensor.numel()
+        if id(parameter) not in seen and has_bits:  # else they cannot be looked at here
             seen.add(id(parameter))
             yield name, parameter
-
-
-def _has_bits(parameter: Any) -> bool:
-    """Whether they can be looked at here."""
-    plain = parameter.layout == torch.strided and not is_traceable_wrapper_subclass(parameter)
-    return bool(plain and not parameter.is_meta and parameter.numel())

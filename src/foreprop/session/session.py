@@ -1,6 +1,7 @@
-"""What users call and get: `parallelize` makes a session, and `Session` says what it offers.
+"""What users get: a `Session`.
 
-`ConnectedSession` is the one of several processes; `session.alone` has that of a world of one.
+A `ConnectedSession` is one of several processes, or has servers; `session.alone` has that of a
+world of one.
 """
 
 from __future__ import annotations
@@ -8,20 +9,15 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foreprop.cluster.world import World, current_world, is_alone
-from foreprop.config import LOGGER, Config, Preset
-from foreprop.errors import ConfigError
-from foreprop.hooks.interception import bare_model, bare_optimizer
-from foreprop.session.backends import needs_servers
+from foreprop.config import LOGGER, Config
 from foreprop.session.training import Training
 
-if TYPE_CHECKING:
-    from foreprop.config.typed import Settings
-    from foreprop.observe.metrics import Metrics
+if TYPE_CHECKING:  # a session that is asked for none does without
+    from foreprop.engine.metrics import Metrics
 
 
 class Session(abc.ABC):
@@ -171,105 +167,22 @@ class Session(abc.ABC):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
 
 
-def parallelize(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    preset: Preset | None = None,
-    config: Config | None = None,
-    world: World | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    resume: str | os.PathLike[str] | None = None,
-    **settings: Unpack[Settings],
-) -> Session:
-    """Train ``model`` with ``optimizer`` on all ranks in step; both are changed in place.
-
-    Call it on every rank, after the model is on its device and all parameter groups are there,
-    before the first forward pass. Rank 0's parameters, buffers and optimizer state become
-    everybody's. Ranks and addresses come from torchrun; started plainly the world is this process,
-    and this is plain PyTorch, without servers, unless the model has remote tables.
-
-    Args:
-        model: any module; its parameters keep their identity, names and class. Embeddings with
-            sparse gradients may be on the meta device: their rows are on the servers only.
-        optimizer: any; over (some of) its parameters. Without one gradients are averaged when
-            they are read.
-        preset: ``p3`` (default), ``slicing``, ``kvstore``, ``wfbp``, ``tensorflow``, ``p3-2019``.
-        config: all settings at once, instead of ``preset`` and ``settings``.
-        world: who takes part, as with several processes; by default the environment says it.
-        scaler: the ``GradScaler`` that scales this optimizer's loss; changed in place, too.
-        resume: the folder of `foreprop.checkpoint`, to go on from the newest; it may be empty.
-        **settings: single fields of `Config`, over preset and environment.
-
-    Raises:
-        ConfigError: what cannot be used; nothing is changed.
-        HandshakeError: the ranks do not agree; both sides' values are in the message.
-        StepTimeout, PeerLost: another process did not come, or went away.
-    """
-    if config is not None and (preset is not None or settings):
-        raise ConfigError("give either config, or preset and single settings, not both")
-    kinds = (torch.nn.Module, torch.optim.Optimizer | None, torch.amp.GradScaler | None)
-    if not all(map(isinstance, (model, optimizer, scaler), kinds)):
-        from foreprop.session.mistaken import refuse
-
-        refuse(model=model, optimizer=optimizer, scaler=scaler)
-    config = config or Config.resolve(preset, **settings)
-    if config.plugins is not None:
-        from foreprop.config.plugins import load_plugins
-
-        load_plugins(config.plugins)
-    alone = config.max_workers is None and (is_alone() if world is None else world.size == 1)
-    model = bare_model(model, alone=alone)
-    optimizer = bare_optimizer(optimizer)
-    lone = world is None and alone and not needs_servers(model, optimizer, config)
-    if resume is not None:
-        from foreprop.session.resuming import resumed
-
-        return resumed(resume, model, optimizer, config, scaler, world=world, lone=lone)
-    if lone:
-        from foreprop.session.alone import LoneSession
-
-        return LoneSession(model, optimizer, config, scaler)
-    return connect(model, optimizer, config, world=world, scaler=scaler)
-
-
-def connect(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    config: Config,
-    *,
-    world: World | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-) -> ConnectedSession:
-    """With servers, or a ring, in a world of one, too: for what measures them."""
-    if config.join is not None:
-        from foreprop.config.joinaddress import check_elastic
-
-        check_elastic(config)
-    world = world or current_world(config.join_timeout_s, joins=config.join)
-    groups = [{"params": model.parameters()}] if optimizer is None else optimizer.param_groups
-    if world.rank == 0 and not any(p.requires_grad for group in groups for p in group["params"]):
-        from foreprop.session.mistaken import report_idle
-
-        report_idle(model, optimizer)
-    session = ConnectedSession(model, optimizer, world, config, scaler)
-    if session.rank == 0 and (session.world_size > 1 or config.max_workers):
-        LOGGER.info("%s", session.describe())
-    return session
+def report_idle(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Warn if the optimizer, or the model without one, has no parameter that is trained."""
+    in_model = any(parameter.requires_grad for parameter in model.parameters())
+    groups = [] if optimizer is None else optimizer.param_groups
+    trains = in_model and optimizer is None
+    if trains or any(p.requires_grad for group in groups for p in group["params"]):
+        return
+    what = f"the optimizer, {type(optimizer).__name__}," if in_model else type(model).__name__
+    LOGGER.warning("nothing is trained: %s has no parameter that requires a gradient", what)
 
 
 class ConnectedSession(Session):
     """A session of several processes, or of one with servers. See `Session` for what it offers."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        world: World,
-        config: Config,
-        scaler: torch.amp.GradScaler | None = None,
-    ) -> None:
-        self._training = Training(model, optimizer, world, config, scaler)
+    def __init__(self, training: Training) -> None:
+        self._training = training
 
     @property
     def config(self) -> Config:
@@ -285,16 +198,15 @@ class ConnectedSession(Session):
 
     @property
     def joined_at(self) -> int | None:
-        from foreprop.session.newcomer import joined_at
-
-        return joined_at(self._training)
+        first = self._training.composition.first_step
+        return None if first is None else self._training.steps_before + first
 
     @property
     def planning(self) -> bool:
-        return self._training.planning
+        return self._training.composition.planning
 
     def flush(self) -> None:
-        self._training.meet("flush()")
+        self._training.composition.meet("flush()")
         self._training.flush()
 
     @property
@@ -302,47 +214,40 @@ class ConnectedSession(Session):
         return self._training.grad_norm
 
     def ema_state_dict(self) -> dict[str, Any]:
-        return self._training.checkpoints.ema_state_dict()
+        return self._training.composition.checkpoints.ema_state_dict()
 
     def load_ema_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._training.checkpoints.load_ema_state_dict(state)
+        self._training.composition.checkpoints.load_ema_state_dict(state)
 
     def master_state_dict(self) -> dict[str, Any]:
-        return self._training.checkpoints.master_state_dict()
+        return self._training.composition.checkpoints.master_state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        return self._training.checkpoints.state_dict()
+        return self._training.composition.checkpoints.state_dict()
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        self._training.checkpoints.load_state_dict(states)
+        self._training.composition.checkpoints.load_state_dict(states)
 
     def rows(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
-        return self._training.checkpoints.rows(name, numbers)
+        return self._training.composition.checkpoints.rows(name, numbers)
 
     def set_rows(self, name: str, numbers: torch.Tensor, values: torch.Tensor) -> None:
-        self._training.checkpoints.set_rows(name, numbers, values)
+        self._training.composition.checkpoints.tables.set_rows(name, numbers, values)
 
     def save_tables(self, folder: str | os.PathLike[str]) -> None:
-        self._training.checkpoints.save_tables(folder)
+        self._training.composition.checkpoints.tables.save(folder)
 
     def load_tables(self, folder: str | os.PathLike[str]) -> None:
-        self._training.checkpoints.load_tables(folder)
+        self._training.composition.checkpoints.tables.load(folder)
 
     def stats(self) -> dict[str, Any]:
-        from foreprop.session.figures import stats_of
-
-        return stats_of(self._training)
+        return self._training.composition.stats()
 
     def metrics(self) -> Metrics:
-        return self._training.followed().metrics()
+        return self._training.composition.followed().metrics()
 
     def call_every(self, steps: int, callback: Callable[[Metrics], object]) -> None:
-        self._training.followed().call_every(steps, callback)
-
-    @property
-    def _steps(self) -> int:
-        """Since the start."""
-        return self._training.completed_before + self._training.completed
+        self._training.composition.followed().call_every(steps, callback)
 
     def describe(self) -> str:
         interface = f" (interface={self.config.interface})" if self.config.interface else ""
@@ -358,4 +263,5 @@ class ConnectedSession(Session):
         self._training.life.leave(error)
 
     def __repr__(self) -> str:
-        return f"<foreprop.Session rank {self.rank} of {self.world_size}, step {self._steps}>"
+        step = self._training.completed_before + self._training.completed
+        return f"<foreprop.Session rank {self.rank} of {self.world_size}, step {step}>"

@@ -1,0 +1,1 @@
+"""foreprop's lab: emulated clusters, simulator, demo, the papers' experiments and benchmarks."""

@@ -1,0 +1,1 @@
+"""What codecs, DGC and asynchronous workers do to the accuracy of three small models."""

@@ -1,1 +1,0 @@
-"""Checkpoints of a whole training, from which it goes on as if it had never stopped."""

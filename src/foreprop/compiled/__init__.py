@@ -1,7 +1,0 @@
-"""Compiled code (`torch.compile`) in which each parameter waits at its own first use.
-
-Loaded when a session's thread enters compiled code for the first time. `tracing` is told of every
-graph that Dynamo makes, `graphs` puts the operators of `operators` into it, `layouts` the copies
-that inductor would make before them, and `regions` runs it. docs/compile.md names the files that
-touch what is private in torch.
-"""

@@ -1,0 +1,74 @@
+"""The native plane's library: what its functions take (`interface.cpp`), and who can use it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+from foreprop.config import Config
+from foreprop.core.manifest import Manifest
+
+LIBRARY = Path(__file__).with_name("plane.so")
+_VERSION = 3
+"""That of `interface.cpp`; another one was built before these sources came."""
+
+DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
+"""The types of parameters that it adds up, by their numbers there."""
+_TYPES = {
+    "i": ctypes.c_int,
+    "n": ctypes.c_int64,
+    "d": ctypes.c_double,
+    "u": ctypes.c_uint64,
+    "p": ctypes.c_void_p,
+    "s": ctypes.c_char_p,
+}
+_FUNCTIONS = """
+    new p:ps  free :p  error :si  descriptors :pp
+    adopt u:piii  carry :pui  bound :puii  pace :puiid  release :pu
+    read n:pupn  end i:pupsi  write i:pupnpn
+    push i:pinipppn  message :piiniiipn  await_values :pnp  learn i:ppi  pulls_due :p
+    complete i:pi  answered i:pi  wait i:pii  ring :p  flush i:pi
+    missing i:pippi  step n:pi  statistics :pp
+    snapshot n:pipn  last_push :piip  left :pii  tell_begins :pi  spans i:pipip  same_batch i:pi
+""".split()
+"""Each with what it returns and takes, by a letter each."""
+
+
+@functools.cache
+def maybe_library() -> ctypes.CDLL | None:
+    """The compiled plane; None where none was built, or one for other sources."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        if library.fp_version() != _VERSION:
+            return None
+        for name, signature in zip(_FUNCTIONS[::2], _FUNCTIONS[1::2], strict=True):
+            returns, _, takes = signature.partition(":")
+            function = getattr(library, f"fp_{name}")
+            function.restype = _TYPES[returns] if returns else None
+            function.argtypes = [_TYPES[letter] for letter in takes]
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def why_not(manifest: Manifest, config: Config) -> str:
+    """Why this session runs the Python engine; empty: the plane carries it."""
+    knobs, infos = manifest.knobs, manifest.parameters
+    reasons = {
+        "plane='python'": config.plane == "python",
+        "servers update": manifest.serves,
+        "tables": any(info.rows for info in infos),
+        f"compression={config.compression!r}": bool(knobs.compression),
+        "a parameter's type": any(info.dtype not in DTYPES for info in infos),
+        "elastic, or backup workers": knobs.counts_some,
+        f"staleness={knobs.staleness!r}": bool(knobs.staleness),
+        "local aggregation": manifest.workers_per_push > 1,
+        "rebalance_s": config.rebalance_s is not None,
+        "encryption": config.encryption is not None,
+        "nonfinite gradients are reported": knobs.aggregation.reports_nonfinite,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if not found and maybe_library() is None:
+        return "it was not built: `make setup` does where there is a C++20 compiler"
+    return found[0] if found else ""

@@ -1,0 +1,111 @@
+// What a session has: slices and where they lie; and memory that frames leave from.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "lanes.hpp"
+#include "sums.hpp"
+
+namespace foreprop {
+
+struct Piece {
+    int parameter;
+    int server;
+    std::size_t start_bytes;  // in its parameter
+    std::size_t whole_bytes;  // and how many there
+    std::size_t size_bytes;   // on the wire
+    Dtype dtype;              // there; half precision of a parameter in float32 is cast
+    bool mean;
+    std::vector<std::pair<std::size_t, std::size_t>>
+        places;  // of its parameters: bytes from and to
+
+    bool is_cast() const { return whole_bytes != size_bytes; }
+    void narrow(const std::uint8_t* from, std::uint8_t* to) const {
+        const auto* whole = reinterpret_cast<const float*>(from);
+        const std::size_t elems = whole_bytes / sizeof(float);
+        if (dtype == Dtype::bfloat16) {
+            sums_detail::narrow(reinterpret_cast<Bfloat16*>(to), whole, elems);
+        } else {
+            sums_detail::narrow(reinterpret_cast<Float16*>(to), whole, elems);
+        }
+    }
+    void widen(const std::uint8_t* from, std::uint8_t* to) const {
+        auto* whole = reinterpret_cast<float*>(to);
+        const std::size_t elems = whole_bytes / sizeof(float);
+        if (dtype == Dtype::bfloat16) {
+            sums_detail::widen(whole, reinterpret_cast<const Bfloat16*>(from), elems);
+        } else {
+            sums_detail::widen(whole, reinterpret_cast<const Float16*>(from), elems);
+        }
+    }
+};
+
+// A push whose gradient a device still copies: it is there once the word has reached the number.
+struct Copying {
+    int parameter;
+    Step step;
+    Flags flags;
+    std::int64_t* word;
+    std::int64_t number;
+    bool pulls = false;  // its averages are due
+
+    // Whoever sees the number sees the gradient, too.
+    bool is_over() const {
+        return std::atomic_ref(*word).load(std::memory_order_acquire) >= number;
+    }
+};
+
+struct PlaneSetting {
+    int rank;
+    int workers;
+    int parameters;
+    std::vector<std::string> names;
+    std::vector<Piece> slices;
+    Order order;
+    Reply reply;
+    Turns turns;  // of the worker
+    std::vector<std::vector<int>> packs;
+    std::vector<std::int64_t> window_sizes_bytes;
+    std::int64_t window_bytes;
+    int window_servers;
+    std::vector<std::pair<int, Turns>> servers;  // that are in this process, with their turns
+    std::uint64_t known;                         // kinds of frames, as bits
+    bool checked;                                // frames carry checksums
+};
+
+// Memory that several frames may be sent from; it goes back when the last one has left.
+using Buffer = std::shared_ptr<std::vector<std::uint8_t>>;
+
+class Buffers {
+  public:
+    ~Buffers() {
+        for (auto& [_, pool] : free_)
+            for (auto* each : pool) delete each;
+    }
+    Buffer take(std::size_t size) {
+        std::vector<std::uint8_t>* found = nullptr;
+        {
+            std::lock_guard lock(mutex_);
+            if (auto& pool = free_[size]; !pool.empty()) {
+                found = pool.back();
+                pool.pop_back();
+            }
+        }
+        if (!found) found = new std::vector<std::uint8_t>(size);
+        return {found, [this](std::vector<std::uint8_t>* done) {
+                    std::lock_guard lock(mutex_);
+                    free_[done->size()].push_back(done);
+                }};
+    }
+
+  private:
+    std::mutex mutex_;
+    std::map<std::size_t, std::vector<std::vector<std::uint8_t>*>> free_;
+};
+
+}  // namespace foreprop
