@@ -100,6 +100,7 @@ def test_numbers_go_on_when_all_on_the_device_are_used_up(monkeypatch: pytest.Mo
     with lagging(seed=1):
         device = CountingAccelerator(torch.device(DEVICE, 0))
         source, target = torch.zeros(1).to(DEVICE), device.host_memory((1,), torch.float32)
+        target.zero_()
         for count in range(1, 30):
             source.add_(1)
             assert device.start_counted([(target, source)], current_stream()).number == count
