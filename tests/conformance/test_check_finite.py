@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import foreprop
+from foreprop.engine.native import maybe_library
 from foreprop.engine.world import World
 from foreprop.errors import ForepropError, TrainingLoopError
 from foreprop.params.finite import check_finite, is_finite
@@ -102,6 +103,45 @@ def test_rank_parameter_and_step_are_named(name: str, layout: str) -> None:
         assert wanted in text
         # a spoilt table spoils nothing else; a spoilt output's gradient may be first as well
         assert re.search(r"the gradient of \S+ is not finite in step 3: \d+ of", text), text
+
+
+@pytest.mark.skipif(maybe_library() is None, reason="the plane was not built")
+@pytest.mark.parametrize("wire_dtype", [None, "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_both_planes_say_the_same(dtype: torch.dtype, wire_dtype: str | None) -> None:
+    """The gradient is looked at as it leaves its rank, where some are too large for a half."""
+    largest = min(1e30, torch.finfo(dtype).max)
+    gradients = {
+        "some": [1.0, float("inf"), -float("inf"), 2.0],
+        "nan": [float("nan"), 0.0, -float("inf"), largest],
+        "large": [largest, -largest, 65_520.0, 65_519.0],
+    }
+
+    def work(world: World, odd: list[float], plane: str) -> str:
+        weight = nn.Parameter(torch.zeros(4, dtype=dtype))
+        model = nn.ParameterList([weight])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings: dict[str, Any] = {"plane": plane, "wire_dtype": wire_dtype}
+        try:
+            with foreprop.parallelize(
+                model, optimizer, world=world, check_finite=True, **settings
+            ) as session:
+                gradient = torch.tensor(odd if world.rank else [0.5] * 4, dtype=dtype)
+                (weight * gradient).sum().backward()
+                optimizer.step()
+                session.flush()
+        except TrainingLoopError as error:
+            return str(error)
+        return ""
+
+    for name, odd in gradients.items():
+        said = [
+            text
+            for plane in ("native", "python")
+            for text in run_cluster(2, lambda world, odd=odd, plane=plane: work(world, odd, plane))
+        ]
+        assert len(set(said)) == 1, said
+        assert bool(said[0]) or name == "large", said
 
 
 @pytest.mark.parametrize("sparse", [False, True])

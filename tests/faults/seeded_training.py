@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,13 @@ from foreprop.engine.world import World
 SEEDING = threading.Lock()  # ranks are threads, and share torch's generator
 
 
-def train(world: World, *, times: int = 1, **changes: Any) -> list[torch.Tensor]:
+def train(
+    world: World,
+    *,
+    times: int = 1,
+    before_step: Callable[[int], None] = lambda step: None,
+    **changes: Any,
+) -> list[torch.Tensor]:
     """The parameters afterwards. ``times``: how much wider the first layer is, both ways."""
     inputs = 6 * times
     with SEEDING:
@@ -24,6 +31,7 @@ def train(world: World, *, times: int = 1, **changes: Any) -> list[torch.Tensor]
     chosen = {"join_timeout_s": 20.0, "step_timeout_s": 20.0, **changes}
     with foreprop.parallelize(model, optimizer, world=world, **chosen):
         for step in range(4):
+            before_step(step)
             optimizer.zero_grad()
             model(torch.full((5, inputs), 0.1 * (world.rank + step))).square().sum().backward()
             optimizer.step()

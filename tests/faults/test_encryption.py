@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from foreprop.config import Config
 from foreprop.core.authentication import Channel, Subject
 from foreprop.engine.encrypted import EncryptedStream
+from foreprop.engine.native import maybe_library
 from foreprop.engine.stream import connect
 from foreprop.engine.world import World
 from foreprop.errors import (
@@ -60,6 +63,48 @@ def test_the_bits_are_those_without_encryption(name: str, encrypted: dict[str, A
     )
     for rank in range(size):
         assert all(map(torch.equal, plain[rank], found[rank]))
+
+
+def test_planes_may_differ(encrypted: dict[str, Any]) -> None:
+    """One rank's plane has a process that encrypts, the other one does it in its interpreter."""
+    planes = ("auto", "python")
+    plain = run_cluster(2, train)
+    found = run_cluster(2, lambda world: train(world, plane=planes[world.rank], **encrypted))
+    for rank in range(2):
+        assert all(map(torch.equal, plain[rank], found[rank]))
+
+
+# The process that encrypts.
+needs_plane = pytest.mark.skipif(maybe_library() is None, reason="the plane was not built")
+
+
+def encrypting() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children()
+        if "foreprop.engine.encrypting" in child.cmdline()
+    ]
+
+
+@needs_plane
+@pytest.mark.parametrize("which", [signal.SIGKILL, *long_cases(signal.SIGSTOP)])
+def test_ranks_end_with_the_process_that_encrypts(
+    which: signal.Signals, encrypted: dict[str, Any]
+) -> None:
+    """Who lost it says so, and leaves nothing; one that is stopped is killed in the end."""
+
+    signals = iter([which])
+
+    def end_it(step: int) -> None:
+        for number in signals if step == 2 else ():
+            encrypting()[0].send_signal(number)
+
+    changes = {**encrypted, "step_timeout_s": 3.0, "before_step": end_it}
+    found = run_cluster(2, lambda world: outcome(lambda: train(world, **changes)))
+    assert all(isinstance(each, ForepropError) for each in found), found
+    if which is signal.SIGKILL:
+        assert any("ended with the process that encrypts it" in str(each) for each in found), found
+    assert not encrypting()
 
 
 # Whoever is on the path.

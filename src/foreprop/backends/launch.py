@@ -100,9 +100,13 @@ class Connections:
             return reason
         from foreprop.engine.plane import Plane
 
-        self.plane = Plane(
-            manifest, self._config, rank=self._world.rank, servers=self._own_servers()
-        )
+        kind = Plane
+        if self._config.encryption is not None:
+            from foreprop.engine.encryptedplane import EncryptedPlane
+
+            kind = EncryptedPlane
+        servers = self._own_servers()
+        self.plane = kind(manifest, self._config, rank=self._world.rank, servers=servers)
         return ""
 
     def _own_servers(self) -> Sequence[int]:
@@ -323,10 +327,9 @@ class Connections:
         if self.plane is None:
             stream = SocketStream(sock, name, bound)
         else:
-            stream = self.plane.worker_stream(
-                sock, name, server, 0 if bound is None else bound.bytes
-            )
-        if self._config.encryption is not None:
+            most_bytes = 0 if bound is None else bound.bytes
+            stream = self.plane.worker_stream(sock, name, server, most_bytes, self.channel)
+        if self._config.encryption is not None and self.plane is None:
             from foreprop.engine.encrypted import connect_encrypted
 
             stream = connect_encrypted(sock, name, self.channel, self._config, bound)

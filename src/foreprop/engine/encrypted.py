@@ -116,16 +116,18 @@ class EncryptedStream(Stream):
             raise TransportError(f"cannot send to {self._peer}: {_reason(error)}") from error
 
     def receive_into(self, view: memoryview) -> int:
+        received = 0
+        while received < len(view) and (more := self.receive_some(view[received:])):
+            received += more
+        return received
+
+    def receive_some(self, view: memoryview) -> int:
+        """Receive what has come of one record: `receive_into` waits for all."""
         if not self._is_open:
             self.open()
-        received = 0
         try:
             with self._receiving:
-                while received < len(view):
-                    more = self._in.recv_into(view[received:])
-                    if not more:
-                        break
-                    received += more
+                return self._in.recv_into(view)
         except ssl.SSLError as error:
             if isinstance(error, _ENDS):
                 raise TransportError(f"cannot receive from {self._peer}: {error}") from error
@@ -135,7 +137,6 @@ class EncryptedStream(Stream):
             ) from error
         except (OSError, ValueError) as error:
             raise TransportError(f"cannot receive from {self._peer}: {error}") from error
-        return received
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

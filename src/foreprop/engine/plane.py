@@ -61,7 +61,7 @@ from foreprop.errors import (
     TransportError,
 )
 
-_WORKER, _SERVER = 0, 1
+ROLE_WORKER, ROLE_SERVER = 0, 1
 _MOST_TEXT = 2048
 _MOST_WAIT_MS = 100
 """Whoever waits is back in the interpreter so often, for signals."""
@@ -161,17 +161,26 @@ class Plane:
                 os.close(descriptor)
 
     # Connections.
-    def worker_stream(self, sock: socket.socket, name: str, server: int, most_bytes: int) -> Stream:
-        """The way to a server; ``most_bytes``: see `core.sendqueue.SendBound`, or 0."""
-        stream = PlaneStream(self, sock, name, _WORKER, -1)
+    def worker_stream(
+        self, sock: socket.socket, name: str, server: int, most_bytes: int, channel: object = None
+    ) -> Stream:
+        """The way to a server; ``most_bytes``: see `core.sendqueue.SendBound`, or 0.
+
+        ``channel`` is the connection's where both ends have shown a secret, else None.
+        """
+        del channel  # for who encrypts
+        stream = PlaneStream(self, sock, name, ROLE_WORKER, -1)
         stream.carry(server)
         if most_bytes:
             stream.adapt(most_bytes)
         return stream
 
-    def server_stream(self, sock: socket.socket, name: str, index: int) -> Stream:
+    def server_stream(
+        self, sock: socket.socket, name: str, index: int, channel: object = None
+    ) -> Stream:
         """The way to a rank; it says nothing of slices before `PlaneStream.carry`."""
-        return PlaneStream(self, sock, name, _SERVER, index)
+        del channel
+        return PlaneStream(self, sock, name, ROLE_SERVER, index)
 
     def carry(self, connections: Mapping[int, Connection]) -> None:
         """All ranks take part in a server's session: their slices are the plane's from now on."""
@@ -400,8 +409,9 @@ def _numbers(
 
     knobs, workers = manifest.knobs, manifest.most_workers
     known = sum(1 << kind for kind in Kind)
-    checked = streams.load_checksum() is not None
+    checked = config.encryption is None and streams.load_checksum() is not None
     numbers = [rank, workers, len(manifest.parameters), known, int(checked)]
+    numbers.append(int(knobs.aggregation.reports_nonfinite))
     numbers += [int(knobs.order == "fifo"), _REPLIES.index(knobs.reply)]
     numbers += turns(turns_of(knobs.lanes, rank, knobs.servers))
     numbers.append(len(servers))

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.config import Config
+from foreprop.core.authentication import Channel, Subject
 from foreprop.core.frames import GradientReady, Stage
 from foreprop.core.manifest import NO_GROUP, Knobs, Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.wire import (
@@ -34,6 +35,8 @@ from foreprop.core.wire import (
     encode_header,
     sealed,
 )
+from foreprop.engine.encrypted import EncryptedStream
+from foreprop.engine.encryptedplane import EncryptedPlane
 from foreprop.engine.memory import Copying
 from foreprop.engine.native import maybe_library, why_not
 from foreprop.engine.pacing import Link
@@ -45,6 +48,7 @@ from foreprop.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from tests.secretfile import secret_file
 
 pytestmark = pytest.mark.skipif(maybe_library() is None, reason="the plane was not built")
 ELEMS, SOON_S, SLACK_S = 6, 20.0, 0.002
@@ -572,6 +576,41 @@ def test_a_peer_sees_the_end_of_a_process_whose_forked_child_lives() -> None:
         for descriptor in (hear, tell):
             os.close(descriptor)
         ours.close()
+
+
+def test_it_is_seen_on_an_encrypted_connection(tmp_path: Path) -> None:
+    """The forked child keeps nothing of the way to the process that encrypts."""
+    settings: Any = {"encryption": "tls", "secret_file": secret_file(tmp_path)}
+    config = Config(join_timeout_s=60.0, **settings)
+    channel = Channel(Subject("a-session", "server 0", True), 1, bytes(64))
+    ours, theirs = socket.socketpair()
+    hear, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            plane = EncryptedPlane(manifest(), config, rank=0, servers=(0,))
+            sent = plane.server_stream(theirs, "rank 1", 0, channel)
+            sent.send(b"x" * 28, memoryview(b""))
+            child = os.fork()
+            if child == 0:
+                plane.forget_in_child()
+                os.write(tell, b"%d" % os.getpid())
+                time.sleep(2 * SOON_S)
+        finally:
+            os._exit(0)
+    theirs.close()
+    child = int(os.read(hear, 20))
+    stream = EncryptedStream(ours, "server 0", channel, config, accepts=False)
+    try:
+        assert stream.receive_into(memoryview(bytearray(29))) == 28
+        os.kill(child, 0)  # it lives
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        stream.close()
+        for descriptor in (hear, tell):
+            os.close(descriptor)
 
 
 class Interrupted(Exception):

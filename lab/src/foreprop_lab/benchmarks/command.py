@@ -106,6 +106,7 @@ def trainer(
     ] = None,
     slices: Annotated[int, typer.Option(min=1, help="Slices per step.")] = 250,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to take medians of.")] = 9,
+    encrypted: Annotated[bool, typer.Option("--encrypted", help="With TLS, but for gloo.")] = False,
 ) -> None:
     """The training thread: how much slower it is while slices move, and they beside it.
 
@@ -121,6 +122,7 @@ def trainer(
         servers=servers or [1, 4],
         slices=slices,
         rounds=rounds,
+        encrypted=encrypted,
     )
     shown = Table(title=f"{slices} slices per step, medians of {rounds} rounds")
     for heading in (

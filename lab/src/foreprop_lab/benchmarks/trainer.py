@@ -12,6 +12,7 @@ import io
 import logging
 import multiprocessing
 import os
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,6 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from foreprop.config import Config
-from foreprop.config.settings import PlaneChoice
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError
 from foreprop.quantities import counted
@@ -77,13 +77,17 @@ class _Plane(Protocol):
 class _Foreprop:
     """Two ranks with their servers, where workers update: the default. This is rank 0."""
 
-    def __init__(self, *, slice_elems: int, slices: int, servers: int, plane: PlaneChoice) -> None:
-        config = Config.resolve(
-            "p3", slice_elems=slice_elems, update="workers", servers_per_node=servers, plane=plane
-        )
-        self.one_way_bytes = 4 * slice_elems * slices
+    def __init__(self, *, slice_elems: int, slices: int, encrypted: bool, **settings: Any) -> None:
         self._folder = TemporaryDirectory()
-        store = Path(self._folder.name) / "store"
+        folder = Path(self._folder.name)
+        if encrypted:
+            secret = folder / "secret"
+            secret.touch(0o600)
+            secret.write_text(secrets.token_hex())
+            settings |= {"encryption": "tls", "secret_file": str(secret)}
+        config = Config.resolve("p3", slice_elems=slice_elems, update="workers", **settings)
+        self.one_way_bytes = 4 * slice_elems * slices
+        store = folder / "store"
         self._connection, other = multiprocessing.Pipe()
         self._peer = multiprocessing.get_context("spawn").Process(
             target=_serve_foreprop, args=(other, store, slices, config), daemon=True
@@ -210,7 +214,12 @@ def _training_threads() -> dict[str, Callable[[], int]]:
 
 
 def measure_trainer(
-    *, slices_kb: list[float], servers: list[int], slices: int, rounds: int
+    *,
+    slices_kb: list[float],
+    servers: list[int],
+    slices: int,
+    rounds: int,
+    encrypted: bool = False,
 ) -> list[TrainerCost]:
     """All kinds of slices, servers and training threads, and gloo's buckets, in turns.
 
@@ -228,7 +237,7 @@ def measure_trainer(
     with contextlib.ExitStack() as stack:
         stack.callback(os.sched_setaffinity, 0, processors)
         os.sched_setaffinity(0, processors[1:])  # inherited by all threads and processes made here
-        planes = dict(_make_planes(stack, slices_kb, servers, slices))
+        planes = dict(_make_planes(stack, slices_kb, servers, slices, encrypted))
         for plane in planes.values():
             for _ in range(_WARM_UP):
                 plane.start()
@@ -257,14 +266,23 @@ def measure_trainer(
 
 
 def _make_planes(
-    stack: contextlib.ExitStack, slices_kb: list[float], servers: list[int], slices: int
+    stack: contextlib.ExitStack,
+    slices_kb: list[float],
+    servers: list[int],
+    slices: int,
+    encrypted: bool,
 ) -> Iterator[tuple[str, _Plane]]:
     plane: _Plane
     for count in servers:
         for size_kb in slices_kb:
             for which in ("native", "python"):
-                about: Any = {"slice_elems": round(size_kb * 250), "plane": which}
-                plane = _Foreprop(slices=slices, servers=count, **about)
+                plane = _Foreprop(
+                    slices=slices,
+                    encrypted=encrypted,
+                    slice_elems=round(size_kb * 250),
+                    servers_per_node=count,
+                    plane=which,
+                )
                 stack.callback(plane.close)
                 yield f"{which}, {size_kb:g} kB, {counted(count, 'server')} a rank", plane
     plane = _Gloo(4 * round(max(slices_kb) * 250) * slices)

@@ -10,7 +10,7 @@ from foreprop.config import Config
 from foreprop.core.manifest import Manifest
 
 LIBRARY = Path(__file__).with_name("plane.so")
-_VERSION = 3
+_VERSION = 4
 """That of `interface.cpp`; another one was built before these sources came."""
 
 DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
@@ -65,8 +65,6 @@ def why_not(manifest: Manifest, config: Config) -> str:
         f"staleness={knobs.staleness!r}": bool(knobs.staleness),
         "local aggregation": manifest.workers_per_push > 1,
         "rebalance_s": config.rebalance_s is not None,
-        "encryption": config.encryption is not None,
-        "nonfinite gradients are reported": knobs.aggregation.reports_nonfinite,
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if not found and maybe_library() is None:

@@ -79,7 +79,7 @@ inline Instruction completing(int parameter, Step step) {
 
 // Whose mistake it is. The state is as it was before the event.
 struct ProtocolError : std::runtime_error {
-    enum Whose : int { local = 1, remote = 2, apart = 3, internal = 4 };
+    enum Whose : int { local = 1, remote = 2, apart = 3, internal = 4, training = 5 };
     Whose whose;
     ProtocolError(Whose who, const std::string& text) : std::runtime_error(text), whose(who) {}
 };

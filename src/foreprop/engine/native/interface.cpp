@@ -68,6 +68,7 @@ void* fp_new(const Number* numbers, const char* names) {
     setting.parameters = from.number();
     setting.known = static_cast<std::uint64_t>(from.next());
     setting.checked = from.next() != 0;
+    setting.checks_finite = from.next() != 0;
     setting.order = from.next() ? Order::fifo : Order::priority;
     setting.reply = static_cast<Reply>(from.next());
     setting.turns = from.turns();
@@ -103,7 +104,7 @@ void* fp_new(const Number* numbers, const char* names) {
     return made;
 }
 // Raised with every change of this interface.
-int fp_version() { return 3; }
+int fp_version() { return 4; }
 void fp_free(void* plane) { delete of(plane); }
 void fp_error(char* text, int most) { std::snprintf(text, static_cast<std::size_t>(most), "%s", refused.c_str()); }
 void fp_descriptors(void* plane, int* four) {

@@ -437,8 +437,13 @@ class Plane {
     }
     void refuse(Connection& connection, const ProtocolError& error) {
         epoll_ctl(receiving_, EPOLL_CTL_DEL, connection.fd, nullptr);
-        const bool apart = error.whose == ProtocolError::apart;
-        finish(connection, {.kind = apart ? End::apart : End::refused, .text = error.what()});
+        End end{.kind = End::refused, .text = error.what()};
+        if (error.whose == ProtocolError::apart) end.kind = End::apart;
+        if (error.whose == ProtocolError::training) {
+            end.kind = End::failed;
+            end.number = -1;
+        }
+        finish(connection, end);
     }
 
     // What a machine has said, for the threads. Under the machine's lock, so that frames for one
@@ -530,6 +535,7 @@ class Plane {
     void tell_begin(Connection& connection, int slice, Step step, int priority, Flags flags);
     Buffer combine(Server& at, const Instruction& update);
     void measure(Server& at, const Instruction& update, const Buffer& sum) const;
+    void check_finite(const Piece& piece, const std::uint8_t* part, int rank, Step step) const;
     void send_squares(Server& at, Step step);
     template <class Each>
     static void reduce_as(std::uint8_t* sum, std::uint8_t* own,

@@ -401,6 +401,7 @@ inline Buffer Plane::combine(Server& at, const Instruction& update) {
         Buffer& room = at.rooms[slice][static_cast<std::size_t>(rank)];
         if (rank == setting_.rank) room = cast_gradient(piece);
         parts.push_back(room ? room->data() : gradient_of(piece));
+        if (setting_.checks_finite) check_finite(piece, parts.back(), rank, update.frame.step);
     }
     if (at.watches && parts.size() > 1) compare(at, slice, parts);
     // this rank has pushed, too, and does not look there before its answer comes
@@ -416,6 +417,25 @@ inline Buffer Plane::combine(Server& at, const Instruction& update) {
     if (cast_to) piece.widen(total, cast_to);
     for (Buffer& room : at.rooms[slice]) room.reset();
     return sum;
+}
+
+// `params.finite`.
+inline void Plane::check_finite(const Piece& piece, const std::uint8_t* part, int rank,
+                                Step step) const {
+    NotFinite found;
+    of_type(piece.dtype, [&]<class Each>(Each*) {
+        found = not_finite(reinterpret_cast<const Each*>(part), piece.size_bytes / sizeof(Each));
+    });
+    if (!found.elems) return;
+    static constexpr const char* names[] = {"float32", "float64", "bfloat16", "float16"};
+    const auto elems = static_cast<Step>(piece.size_bytes / itemsize(piece.dtype));
+    throw ProtocolError(ProtocolError::training,
+                        name_of(rank) + ": the gradient of " + setting_.names[piece.parameter] +
+                            " is not finite in step " + text_of(step) + ": " +
+                            text_of(found.elems) + " of " + text_of(elems) +
+                            " elements looked at (" + names[static_cast<int>(piece.dtype)] +
+                            ") are not, some " + (found.has_nan ? "NaN" : "infinite") +
+                            " (check_finite)");
 }
 
 // What the squares of each parameter's average add up to, as workers get it.

@@ -76,6 +76,7 @@ struct PlaneSetting {
     std::vector<std::pair<int, Turns>> servers;  // that are in this process, with their turns
     std::uint64_t known;                         // kinds of frames, as bits
     bool checked;                                // frames carry checksums
+    bool checks_finite;                          // of all ranks' gradients
 };
 
 // Memory that several frames may be sent from; it goes back when the last one has left.

@@ -192,4 +192,38 @@ void reduce_halves(Half* total, const std::vector<const Half*>& parts, std::size
     }
 }
 
+struct NotFinite {
+    std::int64_t elems = 0;
+    bool has_nan = false;
+};
+
+// By bits, several at a time: all ones in the exponent.
+template <class Each, class Bits>
+NotFinite not_finite(const Each* from, std::size_t elems, Bits exponent) {
+    constexpr Bits one = 1;
+    const auto magnitude = [](const Each& each) {
+        return static_cast<Bits>(std::bit_cast<Bits>(each) & (static_cast<Bits>(~Bits{0}) >> one));
+    };
+    Bits any = 0;
+    for (std::size_t i = 0; i < elems; ++i) any |= magnitude(from[i]) >= exponent ? one : Bits{0};
+    NotFinite found;
+    for (std::size_t i = 0; any && i < elems; ++i) {
+        found.elems += magnitude(from[i]) >= exponent;
+        found.has_nan |= magnitude(from[i]) > exponent;
+    }
+    return found;
+}
+inline NotFinite not_finite(const float* from, std::size_t elems) {
+    return not_finite(from, elems, std::uint32_t{0x7f800000});
+}
+inline NotFinite not_finite(const double* from, std::size_t elems) {
+    return not_finite(from, elems, std::uint64_t{0x7ff0000000000000});
+}
+inline NotFinite not_finite(const Bfloat16* from, std::size_t elems) {
+    return not_finite(from, elems, std::uint16_t{0x7f80});
+}
+inline NotFinite not_finite(const Float16* from, std::size_t elems) {
+    return not_finite(from, elems, std::uint16_t{0x7c00});
+}
+
 }  // namespace foreprop
