@@ -60,7 +60,7 @@ class EncryptedPlane(Plane):
         stream = self._stream(sock, name, ROLE_WORKER, -1, channel, most_bytes)
         try:
             stream.wait(2 * self._timeout_s)
-        except TransportError:
+        except BaseException:
             stream.close()
             raise
         stream.carry(server)
