@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,10 @@ from torch import nn
 import foreprop
 from foreprop.core.frames import PACE_STEPS
 from foreprop.core.lateness import Straggler
+from foreprop.core.wire import Header
+from foreprop.engine.connection import Connection
 from foreprop.engine.world import World
+from foreprop.features.uneven.arrivals import ArrivalReports
 from foreprop.features.uneven.pace import PaceKeeper
 from foreprop.plan.linkprobe import Report, exchange_reports
 from foreprop.session import rebalancing
@@ -404,6 +408,23 @@ def test_a_slow_links_server_owns_less_and_the_others_the_rest(
     (slices,) = owned  # once: afterwards what is measured is what they have
     assert set(slices) == {0, 2}
     assert abs(slices[0] - slices[2]) <= 1
+
+
+def test_a_server_without_slices_hears_from_a_rank_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No push of the others waits for it, and still none tells it of one window too many."""
+    has_slow_link(monkeypatch, measured(1, 0.5, 1))
+    heard: list[int] = []
+    hear = ArrivalReports.on_frame
+
+    def on_frame(self: ArrivalReports, peer: Connection, header: Header, payload: Any) -> None:
+        if peer.number == 1 and not self._slices._machine.priorities():
+            heard.append(header.step)
+            time.sleep(0.3)
+        hear(self, peer, header, payload)
+
+    monkeypatch.setattr(ArrivalReports, "on_frame", on_frame)
+    train(with_sgd(), BACK, rebalance_s=0.1)
+    assert len(heard) > 2
 
 
 def test_links_that_could_not_be_measured_move_nothing(

@@ -3,13 +3,15 @@
 Every rank also reports whether its loop asks for the norm of gradients. Rank 0 adds priorities
 that have changed for good, and whether links are to be measured. All of this counts from the same
 step on every rank: from the end of the window after the one in which it was reported. So a rank
-waits there for the first server's report of the window before, which usually is long in. Where
-ranks may be steps apart it counts as many windows later.
+waits there for all servers' reports of the window before, which usually are long in. Nor does a
+server hear of one more window than that: one without slices hears from ranks far apart. Where ranks
+may be steps apart it counts as many windows later.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
@@ -53,7 +55,9 @@ class PaceKeeper(BoundedService):
         self._progress = engine.progress
         self._lag_steps = PACE_STEPS * windows_apart(engine.manifest.knobs.steps_apart)
         self._watch = StragglerWatch(server_ranks, steps_before=steps_before, links=links)
-        self._reports: dict[int, WindowReport] = {}  # the first server's, by step
+        self._servers = len(server_ranks)
+        self._reports: defaultdict[int, dict[int, WindowReport]] = defaultdict(dict)
+        """By step and server."""
         self._ended_s: float | None = None
         self._blocked_s = 0.0
 
@@ -90,12 +94,15 @@ class PaceKeeper(BoundedService):
         """Follow what all ranks, or rank 0, have said with their paces after ``step``."""
         if step <= 0:
             return
+        with self._engine.lock:
+            reports = self._reports[step]
         self._progress.wait_until(
-            lambda: step in self._reports,
+            lambda: len(reports) == self._servers,
             self._engine.config.step_timeout_s,
-            lambda: f"server {_FIRST_SERVER} to say how long all ranks' steps took, step {step}",
+            lambda: f"servers to say how long all ranks' steps took, step {step}: of"
+            f" {self._servers}, {sorted(reports)} have",
         )
-        paces = self._reports.pop(step).paces
+        paces = self._reports.pop(step)[_FIRST_SERVER].paces
         self.measures_norm = all(pace.norm for pace in paces)
         self.measure_due = self.measure_due or paces[0].measure
         if (order := paces[0].order) is not None:
@@ -116,8 +123,7 @@ class PaceKeeper(BoundedService):
         with self._engine.lock:
             before = self._watch.straggler
             changed = self._watch.heard(peer.number, header.step // PACE_STEPS, report)
-            if peer.number == _FIRST_SERVER:
-                self._reports[header.step] = report
+            self._reports[header.step][peer.number] = report
         self._progress.notify()
         if changed and self._engine.rank == 0:
             if (now := self._watch.straggler) is not None:
