@@ -99,8 +99,10 @@ class PaceKeeper(BoundedService):
         self._progress.wait_until(
             lambda: len(reports) == self._servers,
             self._engine.config.step_timeout_s,
-            lambda: f"servers to say how long all ranks' steps took, step {step}: of"
-            f" {self._servers}, {sorted(reports)} have",
+            lambda: (
+                f"servers to say how long all ranks' steps took, step {step}: of"
+                f" {self._servers}, {sorted(reports)} have"
+            ),
         )
         paces = self._reports.pop(step)[_FIRST_SERVER].paces
         self.measures_norm = all(pace.norm for pace in paces)
