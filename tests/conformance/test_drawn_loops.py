@@ -220,6 +220,15 @@ def check_loop(maker: str, steps: Sequence[Step], start: str = STARTS[0], **abou
     check_contract(build, loop_of(steps), steps=passes, rtol=rtol, check_replicas=8, **about)
 
 
+@pytest.mark.parametrize("architecture", ["p2p", "ring"])
+def test_what_was_averaged_stays_so_in_a_round_that_it_has_no_part_in(architecture: str) -> None:
+    """Layers that two steps leave out keep their gradients, which clipping scales each time."""
+    as_usual = Step(1, "clip by a norm", False, "not at all", None, None, False)
+    left_out = as_usual._replace(skips=True, change="unfreeze", leaves_out=True)
+    last = as_usual._replace(zeroes="optimizer", leaves_out=True)
+    check_loop("adam", [as_usual, left_out, last], STARTS[2], architecture=architecture)
+
+
 LOOPS = st.lists(STEPS, min_size=2, max_size=7)
 IN_PIECES = {"slice_elems": 7, "chunk_elems": 7}
 

@@ -183,7 +183,7 @@ class AveragedGradient(ParameterGradient):
             # a factor that no other average has, and that no step has taken
             with self.averaging.settling, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 self._show_average()
-        own = self._is_own or (arrival.under_way and self.left)
+        own = self._is_own or (arrival.under_way and self.left and arrival.contributed)
         if not self.left and arrival.is_expected:
             self._begin_round(None)
         # one that has been dropped may still be there, until it has been sent
