@@ -324,16 +324,16 @@ class Connections:
         if window_bytes and runs_ahead(order, self.servers):
             bound = SendBound(window_bytes)
         stream: Stream
-        if self.plane is None:
-            stream = SocketStream(sock, name, bound)
-        else:
+        if self.plane is not None:
             most_bytes = 0 if bound is None else bound.bytes
             stream = self.plane.worker_stream(sock, name, server, most_bytes, self.channel)
-        if self._config.encryption is not None and self.plane is None:
+        elif self._config.encryption is not None:
             from foreprop.engine.encrypted import connect_encrypted
 
             stream = connect_encrypted(sock, name, self.channel, self._config, bound)
             self.sockets += stream.ways
+        else:
+            stream = SocketStream(sock, name, bound)
         if self.links is not None and direct:
             stream = self.links.wrap_to_node(stream, self.node_of(server))
         if window_bytes and direct and waits:

@@ -244,8 +244,7 @@ class Server:
         if self._plane is None:
             stream = stream_of(whole, self._config)
         else:
-            about = (whole.sock, whole.name, self.index, whole.channel)
-            stream = self._plane.server_stream(*about)
+            stream = self._plane.server_stream(whole.sock, whole.name, self.index, whole.channel)
         peer = Connection(stream, owners, sender=self.index, whose="rank", give_up_s=_FAREWELL_S)
         # to encrypt takes a while: who has shown the secret may have a thread for that
         later = whole if self._config.encryption is not None else None

@@ -546,17 +546,16 @@ def test_a_fork_amid_a_step_harms_nobody() -> None:
         assert plane.is_complete(peer.own)
 
 
-def test_a_peer_sees_the_end_of_a_process_whose_forked_child_lives() -> None:
+@contextlib.contextmanager
+def ended_with_a_child(begin: Callable[[socket.socket], Plane]) -> Iterator[socket.socket]:
+    """The other end of what a process began a plane with, that ends while its fork lives."""
     ours, theirs = socket.socketpair()
     hear, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             ours.close()
-            plane = Plane(manifest(), Config(), rank=0, servers=(0,))
-            stream = plane.server_stream(theirs, "rank 1", 0)
-            assert isinstance(stream, PlaneStream)
-            stream.carry(1)
+            plane = begin(theirs)
             child = os.fork()
             if child == 0:
                 plane.forget_in_child()
@@ -567,8 +566,7 @@ def test_a_peer_sees_the_end_of_a_process_whose_forked_child_lives() -> None:
     theirs.close()
     child = int(os.read(hear, 20))
     try:
-        ours.settimeout(SOON_S)
-        assert ours.recv(1) == b""
+        yield ours
         os.kill(child, 0)  # it lives
     finally:
         os.kill(child, signal.SIGKILL)
@@ -578,39 +576,37 @@ def test_a_peer_sees_the_end_of_a_process_whose_forked_child_lives() -> None:
         ours.close()
 
 
+def test_a_peer_sees_the_end_of_a_process_whose_forked_child_lives() -> None:
+    def begin(sock: socket.socket) -> Plane:
+        plane = Plane(manifest(), Config(), rank=0, servers=(0,))
+        stream = plane.server_stream(sock, "rank 1", 0)
+        assert isinstance(stream, PlaneStream)
+        stream.carry(1)
+        return plane
+
+    with ended_with_a_child(begin) as ours:
+        ours.settimeout(SOON_S)
+        assert ours.recv(1) == b""
+
+
 def test_it_is_seen_on_an_encrypted_connection(tmp_path: Path) -> None:
     """The forked child keeps nothing of the way to the process that encrypts."""
     settings: Any = {"encryption": "tls", "secret_file": secret_file(tmp_path)}
     config = Config(join_timeout_s=60.0, **settings)
     channel = Channel(Subject("a-session", "server 0", True), 1, bytes(64))
-    ours, theirs = socket.socketpair()
-    hear, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def begin(sock: socket.socket) -> Plane:
+        plane = EncryptedPlane(manifest(), config, rank=0, servers=(0,))
+        stream = plane.server_stream(sock, "rank 1", 0, channel)
+        stream.send(b"x" * 28, memoryview(b""))
+        return plane
+
+    with ended_with_a_child(begin) as ours:
+        stream = EncryptedStream(ours, "server 0", channel, config, accepts=False)
         try:
-            ours.close()
-            plane = EncryptedPlane(manifest(), config, rank=0, servers=(0,))
-            sent = plane.server_stream(theirs, "rank 1", 0, channel)
-            sent.send(b"x" * 28, memoryview(b""))
-            child = os.fork()
-            if child == 0:
-                plane.forget_in_child()
-                os.write(tell, b"%d" % os.getpid())
-                time.sleep(2 * SOON_S)
+            assert stream.receive_into(memoryview(bytearray(29))) == 28
         finally:
-            os._exit(0)
-    theirs.close()
-    child = int(os.read(hear, 20))
-    stream = EncryptedStream(ours, "server 0", channel, config, accepts=False)
-    try:
-        assert stream.receive_into(memoryview(bytearray(29))) == 28
-        os.kill(child, 0)  # it lives
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        stream.close()
-        for descriptor in (hear, tell):
-            os.close(descriptor)
+            stream.close()
 
 
 class Interrupted(Exception):

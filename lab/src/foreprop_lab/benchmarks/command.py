@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -34,6 +35,13 @@ from foreprop_lab.setting.labsetting import rate_for_balance
 bench = typer.Typer(help="Measure foreprop itself.", no_args_is_help=True, add_completion=False)
 
 
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(title=title)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
 @bench.command("wire", cls=CheckedCommand)
 def wire(
     slice_elems: Annotated[int, typer.Option(min=1, help="Elements (4 bytes) per slice.")] = 50_000,
@@ -52,9 +60,10 @@ def wire(
       foreprop bench wire --slice-elems 200000 --slices 100
     """
     rows = measure_wire(slice_elems=slice_elems, slices=slices, steps=steps)
-    shown = Table(title=f"{slices} slices of {slice_elems * 4 / 1e3:g} kB per step, each way")
-    for heading in ("", "Gbit/s each way", "CPU s per GB", "of bare sockets"):
-        shown.add_column(heading, justify="right")
+    shown = _table(
+        f"{slices} slices of {slice_elems * 4 / 1e3:g} kB per step, each way",
+        ("", "Gbit/s each way", "CPU s per GB", "of bare sockets"),
+    )
     for row in rows:
         shown.add_row(
             row.name,
@@ -79,9 +88,7 @@ def overhead(
     """
     scheduling = measure_scheduling(slices=slices, steps=steps)
     waiting = measure_waiting(parameters=parameters, steps=steps)
-    shown = Table(title="Cost beyond the bytes")
-    for heading in ("", "microseconds", "of which"):
-        shown.add_column(heading, justify="right")
+    shown = _table("Cost beyond the bytes", ("", "microseconds", "of which"))
     shown.add_row("worker, CPU per slice", f"{scheduling.worker_us_per_slice:.1f}", "")
     shown.add_row("server, CPU per slice and worker", f"{scheduling.server_us_per_slice:.1f}", "")
     shown.add_row(
@@ -124,16 +131,10 @@ def trainer(
         rounds=rounds,
         encrypted=encrypted,
     )
-    shown = Table(title=f"{slices} slices per step, medians of {rounds} rounds")
-    for heading in (
-        "",
-        "training thread",
-        "us alone",
-        "slower by",
-        "Gbit/s each way",
-        "of waiting",
-    ):
-        shown.add_column(heading, justify="right")
+    shown = _table(
+        f"{slices} slices per step, medians of {rounds} rounds",
+        ("", "training thread", "us alone", "slower by", "Gbit/s each way", "of waiting"),
+    )
     for cost in costs:
         shown.add_row(
             cost.plane,
@@ -160,9 +161,9 @@ def alone(
       foreprop bench alone
       foreprop bench alone --rounds 80
     """
-    shown = Table(title=f"medians of {rounds} rounds of {steps} steps each")
-    for heading in ("", "", "CPU ms per step", "of plain"):
-        shown.add_column(heading, justify="right")
+    shown = _table(
+        f"medians of {rounds} rounds of {steps} steps each", ("", "", "CPU ms per step", "of plain")
+    )
     for cost in measure_alone(rounds=rounds, steps=steps):
         shown.add_row(cost.model, cost.kind, f"{cost.step_s * 1e3:.3f}", f"{cost.ratio:.3f}")
     print_table(console(), shown)
@@ -188,9 +189,10 @@ def loopback(
     unknown = sorted(set(model or ()) - set(MODELS))
     if unknown:
         raise typer.BadParameter(f"no model is called {unknown[0]!r}; there are {list(MODELS)}")
-    shown = Table(title=f"{ranks} ranks, medians of {rounds} rounds of {steps} steps each")
-    for heading in ("", "", "step, ms", "of DDP's", "CPU: training", "others", "servers"):
-        shown.add_column(heading, justify="right")
+    shown = _table(
+        f"{ranks} ranks, medians of {rounds} rounds of {steps} steps each",
+        ("", "", "step, ms", "of DDP's", "CPU: training", "others", "servers"),
+    )
     kinds, models = ["p2p", "ring"], model or list(MODELS)
     costs = measure_loopback(models=models, kinds=kinds, ranks=ranks, rounds=rounds, steps=steps)
     for cost in costs:
@@ -223,9 +225,10 @@ def memory(
     if unknown:
         raise typer.BadParameter(f"no kind is called {unknown[0]!r}; there are {[*MEMORY_KINDS]}")
     found = measure_memory(kind or ["workers"], parameters=params, ranks=ranks, steps=steps)
-    shown = Table(title=f"{found[0].parameters / 1e6:.1f} million parameters, {ranks} ranks")
-    for heading in ("", "at most, GB", "of DDP's", "of it ranks", "median", "step, s"):
-        shown.add_column(heading, justify="right")
+    shown = _table(
+        f"{found[0].parameters / 1e6:.1f} million parameters, {ranks} ranks",
+        ("", "at most, GB", "of DDP's", "of it ranks", "median", "step, s"),
+    )
     for job in found:
         sizes = (job.ranks_bytes, job.median_bytes)
         shown.add_row(
@@ -263,16 +266,18 @@ def compression(
         codec or ["lossless"],
         [parse_rate("rate", one) for one in rate or ["40Mbit", "100Mbit"]],
     )
-    alone = Table(title=f"slices of {model}'s training, one thread")
-    for heading in ("", "", "encode, s per GB", "decode, s per GB", "bytes left"):
-        alone.add_column(heading, justify="right")
+    alone = _table(
+        f"slices of {model}'s training, one thread",
+        ("", "", "encode, s per GB", "decode, s per GB", "bytes left"),
+    )
     for cost in measure_on_gradients(names, model=model, steps=rounds * steps):
         per_gb = (f"{cost.encode_s_per_gb:.2f}", f"{cost.decode_s_per_gb:.2f}")
         alone.add_row(cost.codec, cost.what, *per_gb, f"{100 * cost.share:.0f} %")
     print_table(console(), alone)
-    shown = Table(title=f"{model}, {ranks} ranks, medians of {rounds} rounds of {steps} steps each")
-    for heading in ("links", "", "step, ms", "of none's", "bytes left", "CPU, ms"):
-        shown.add_column(heading, justify="right")
+    shown = _table(
+        f"{model}, {ranks} ranks, medians of {rounds} rounds of {steps} steps each",
+        ("links", "", "step, ms", "of none's", "bytes left", "CPU, ms"),
+    )
     for step in measure_compression(
         model=model, rates_bits_per_s=rates, codecs=names, ranks=ranks, rounds=rounds, steps=steps
     ):
@@ -387,9 +392,10 @@ def tables(
     found = measure_tables(
         rows=rows, row_elems=row_elems, share=share, rows_per_update=rows_per_update
     )
-    shown = Table(title=f"{rows} rows of {row_elems} elements, {share:.2%} of them updated")
-    for heading in ("", "values, MB", "at the start, MB", "at most, MB", "ms per update"):
-        shown.add_column(heading, justify="right")
+    shown = _table(
+        f"{rows} rows of {row_elems} elements, {share:.2%} of them updated",
+        ("", "values, MB", "at the start, MB", "at most, MB", "ms per update"),
+    )
     for cost in found:
         sizes = (cost.table_bytes, cost.start_bytes, cost.peak_bytes)
         in_mb = [f"{size_bytes / 1e6:.1f}" for size_bytes in sizes]
@@ -415,9 +421,10 @@ def codecs(
       foreprop bench codecs
       foreprop bench codecs --slice-elems 200000 --rounds 3
     """
-    shown = Table(title=f"{slices} slices of {slice_elems} elements, medians of {rounds} rounds")
-    for heading in ("codec", "bytes per element", "encode, s/GB", "decode, s/GB", "pays below"):
-        shown.add_column(heading, justify="right")
+    shown = _table(
+        f"{slices} slices of {slice_elems} elements, medians of {rounds} rounds",
+        ("codec", "bytes per element", "encode, s/GB", "decode, s/GB", "pays below"),
+    )
     for cost in measure_codecs(NAMES, slice_elems=slice_elems, slices=slices, rounds=rounds):
         shown.add_row(
             cost.name,

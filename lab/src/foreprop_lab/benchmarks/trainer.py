@@ -12,10 +12,9 @@ import io
 import logging
 import multiprocessing
 import os
-import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -31,7 +30,7 @@ from foreprop.config import Config
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError
 from foreprop.quantities import counted
-from foreprop_lab.benchmarks.wire import WirePair
+from foreprop_lab.benchmarks.wire import WirePair, encryption
 
 WAITS, EAGER, BARE, LOGS = "waits", "eager layers", "bare operations", "logs in Python"
 _BUCKET_BYTES = 25 * 2**20
@@ -77,17 +76,11 @@ class _Plane(Protocol):
 class _Foreprop:
     """Two ranks with their servers, where workers update: the default. This is rank 0."""
 
-    def __init__(self, *, slice_elems: int, slices: int, encrypted: bool, **settings: Any) -> None:
-        self._folder = TemporaryDirectory()
-        folder = Path(self._folder.name)
-        if encrypted:
-            secret = folder / "secret"
-            secret.touch(0o600)
-            secret.write_text(secrets.token_hex())
-            settings |= {"encryption": "tls", "secret_file": str(secret)}
+    def __init__(self, *, slice_elems: int, slices: int, **settings: Any) -> None:
         config = Config.resolve("p3", slice_elems=slice_elems, update="workers", **settings)
         self.one_way_bytes = 4 * slice_elems * slices
-        store = folder / "store"
+        self._folder = TemporaryDirectory()
+        store = Path(self._folder.name) / "store"
         self._connection, other = multiprocessing.Pipe()
         self._peer = multiprocessing.get_context("spawn").Process(
             target=_serve_foreprop, args=(other, store, slices, config), daemon=True
@@ -237,7 +230,8 @@ def measure_trainer(
     with contextlib.ExitStack() as stack:
         stack.callback(os.sched_setaffinity, 0, processors)
         os.sched_setaffinity(0, processors[1:])  # inherited by all threads and processes made here
-        planes = dict(_make_planes(stack, slices_kb, servers, slices, encrypted))
+        settings = stack.enter_context(encryption()) if encrypted else {}
+        planes = dict(_make_planes(stack, slices_kb, servers, slices, settings))
         for plane in planes.values():
             for _ in range(_WARM_UP):
                 plane.start()
@@ -270,7 +264,7 @@ def _make_planes(
     slices_kb: list[float],
     servers: list[int],
     slices: int,
-    encrypted: bool,
+    settings: Mapping[str, Any],
 ) -> Iterator[tuple[str, _Plane]]:
     plane: _Plane
     for count in servers:
@@ -278,10 +272,10 @@ def _make_planes(
             for which in ("native", "python"):
                 plane = _Foreprop(
                     slices=slices,
-                    encrypted=encrypted,
                     slice_elems=round(size_kb * 250),
                     servers_per_node=count,
                     plane=which,
+                    **settings,
                 )
                 stack.callback(plane.close)
                 yield f"{which}, {size_kb:g} kB, {counted(count, 'server')} a rank", plane

@@ -7,9 +7,9 @@ import secrets
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -127,6 +127,15 @@ WORKERS = "foreprop, workers update"
 NO_CHECKSUMS = ", no checksums"
 
 
+@contextlib.contextmanager
+def encryption() -> Iterator[dict[str, Any]]:
+    """The settings of an encrypted session, with a secret that is there as long as this lasts."""
+    with tempfile.NamedTemporaryFile() as secret:  # of mode 600
+        secret.write(secrets.token_bytes(32))
+        secret.flush()
+        yield {"encryption": "tls", "secret_file": secret.name}
+
+
 def measure_wire(*, slice_elems: int, slices: int, steps: int) -> list[WireRow]:
     """Interleave steps of bare sockets and of foreprop: without and with the optimizer, and TLS.
 
@@ -141,10 +150,7 @@ def measure_wire(*, slice_elems: int, slices: int, steps: int) -> list[WireRow]:
         bare = BarePair(message_bytes, slices, config.unsent_bytes)
         stack.callback(bare.close)
         runs[BARE] = (bare.step, bare.pid)
-        secret = stack.enter_context(tempfile.NamedTemporaryFile())  # of mode 600
-        secret.write(secrets.token_bytes(32))
-        secret.flush()
-        tls = config.replace(encryption="tls", secret_file=secret.name)
+        tls = config.replace(**stack.enter_context(encryption()))
         workers = config.replace(update="workers")
         kinds = {STILL: config, STILL + NO_CHECKSUMS: config, UPDATING: config, ENCRYPTED: tls}
         kinds |= {WORKERS: workers, WORKERS + NO_CHECKSUMS: workers}

@@ -56,8 +56,8 @@ class PaceKeeper(BoundedService):
         self._lag_steps = PACE_STEPS * windows_apart(engine.manifest.knobs.steps_apart)
         self._watch = StragglerWatch(server_ranks, steps_before=steps_before, links=links)
         self._servers = len(server_ranks)
+        # by step and server
         self._reports: defaultdict[int, dict[int, WindowReport]] = defaultdict(dict)
-        """By step and server."""
         self._ended_s: float | None = None
         self._blocked_s = 0.0
 
