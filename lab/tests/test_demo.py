@@ -203,7 +203,7 @@ def test_bench_loopback(tmp_path: Path) -> None:
     sizes = ("--model", "gpt", "--rounds", "2", "--steps", "2")
     output, _ = run(tmp_path, "bench", "loopback", *sizes)
     rows = [row.split("│")[1:-1] for row in output.splitlines() if row.startswith("│")]
-    assert [row[1].strip() for row in rows] == ["ddp", "ddp, again", "p2p", "ring"]
+    assert [row[1].strip() for row in rows] == ["ddp", "ddp, again", "alone", "p2p", "ring"]
     assert float(rows[0][3]) == 1.0
     for row in rows:
         step_ms, _, training_ms, _, servers_ms = map(float, row[2:])

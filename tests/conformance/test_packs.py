@@ -36,6 +36,8 @@ ALONE: dict[str, Any] = {"slice_elems": 3}
 LAYERS = 6
 SHARED: dict[str, Any] = {"slice_elems": 120}
 """Two packs."""
+SUMMED: dict[str, Any] = {"architecture": "ring", "chunk_elems": 120}
+"""The same two, which are summed by collectives."""
 
 
 class Layers(nn.Module):
@@ -59,7 +61,7 @@ def build(dtype: torch.dtype = torch.float32) -> Build:
 
 
 def packs_of(session: Any) -> Sequence[Sequence[int]]:
-    packs: Sequence[Sequence[int]] = session._training.backends.engines[0].manifest.knobs.packs
+    packs: Sequence[Sequence[int]] = session._training.backends.packs
     return packs
 
 
@@ -155,7 +157,7 @@ def check_steps(steps: Sequence[Step], dtype: torch.dtype = torch.float32) -> No
     ]
     loop = loop_of(steps)
     alone = run_averaged(build(dtype), loop, by_rank, **ALONE)
-    for about in (SHARED, {}):
+    for about in (SHARED, SUMMED, {}):
         packed = run_averaged(build(dtype), loop, by_rank, **about)
         for ours, theirs in zip(packed, alone, strict=True):
             check_alike(ours.model, theirs.model, 0.0)
@@ -163,13 +165,13 @@ def check_steps(steps: Sequence[Step], dtype: torch.dtype = torch.float32) -> No
 
 
 def test_there_are_packs() -> None:
-    for about, count in ((SHARED, 2), ({}, 1), (ALONE, 0)):
+    for about, count in ((SHARED, 2), (SUMMED, 2), ({}, 1), (ALONE, 0)):
         model, optimizer = build_seeded(build())
         with foreprop.parallelize(model, optimizer, world=worlds(1)[0], **about) as session:
             assert len(packs_of(session)) == count
     model, optimizer = build_seeded(build(torch.bfloat16))
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
-        assert packs_of(session) == ((0, 1, 2, 3, 4, 5), (6, 7), (8, 9, 10, 11))
+        assert packs_of(session) == [[0, 1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11]]
 
 
 @settings(max_examples=15)

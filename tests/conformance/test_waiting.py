@@ -29,12 +29,13 @@ from tests.conformance.parity import (
 def pending() -> Iterator[tuple[nn.Module, nn.Parameter, torch.Tensor]]:
     """A model right after a step, one of its waiting parameters, and the value that it gets.
 
-    Its parameters go alone: slices are too small to be shared.
+    Its parameters go alone: slices and chunks are too small to be shared.
     """
     batches = make_batches(3)
     wanted = run_plain(with_sgd(), train_classifier, batches).model["0.weight"]
     model, optimizer = build_seeded(with_sgd())
-    with foreprop.parallelize(model, optimizer, world=worlds(1)[0], slice_elems=3):
+    alone = {"slice_elems": 3, "chunk_elems": 3}
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0], **alone):
         train_classifier(model, optimizer, batches)
         yield model, model[0].weight, wanted
 

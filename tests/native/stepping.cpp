@@ -278,13 +278,6 @@ void fp_reduce(int dtype, void* total, void** parts, int count, Number elems, in
         }
     });
 }
-// What the elements' squares add up to, as it travels.
-void fp_square_sum(int dtype, const void* from, Number elems, std::uint8_t* encoded) {
-    const auto size = static_cast<std::size_t>(elems);
-    of_type(static_cast<Dtype>(dtype), [&]<class Each>(Each*) {
-        square_sum(static_cast<const Each*>(from), size).encode(encoded);
-    });
-}
 void fp_narrow(int dtype, void* to, const float* from, Number elems) {
     const auto size = static_cast<std::size_t>(elems);
     if (static_cast<Dtype>(dtype) == Dtype::bfloat16) {

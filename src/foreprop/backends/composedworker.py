@@ -16,6 +16,7 @@ import msgspec
 from foreprop.backends.launch import Connections
 from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.manifest import FROZEN_BLOB, NO_GROUP, Hyperparameters, Manifest
+from foreprop.core.slicing import Packs
 from foreprop.core.wire import Kind
 from foreprop.engine.connection import Later
 from foreprop.engine.optimizer import check_elementwise, check_groups, hyperparameters, with_scale
@@ -135,13 +136,11 @@ class ServedBackend:
 
     def _manifest(self) -> Manifest:
         """What all processes agree on, but for the session's id."""
-        knobs = self._setup.config.knobs(self.connections.servers)
+        knobs, packs = self._setup.config.knobs(self.connections.servers), Packs()
+        if knobs.granularity == "slice":
+            packs = self._setup.packs(knobs.slice_elems, servers=knobs.servers)
         return self._setup.manifest(
-            msgspec.structs.replace(
-                knobs,
-                aggregation=self._setup.aggregation,
-                packs=self._setup.packs(knobs),
-            ),
+            msgspec.structs.replace(knobs, aggregation=self._setup.aggregation, packs=packs),
             groups=self._hyperparameters(),
             workers_per_push=self.connections.workers_per_push,
         )
@@ -171,6 +170,11 @@ class ServedBackend:
     def measures_norm(self) -> bool:
         """Whether all ranks have asked, so that servers tell `WorkerNorm.square_sums`."""
         return self.pace is not None and self.pace.measures_norm
+
+    @property
+    def packs(self) -> Packs:
+        """The parameters that share a slice, by number."""
+        return self.engine.manifest.knobs.packs
 
     @property
     def rows(self) -> RowExchange:

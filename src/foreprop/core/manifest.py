@@ -147,6 +147,8 @@ class RingKnobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     settings: tuple[dict[str, Any], ...]
     """The optimizer's, by group; they may be anything, as nobody makes the optimizer anew."""
     compression: tuple[tuple[str, str], ...] = ()
+    packs: Packs = ()
+    """Small parameters, by number, that are summed as one: see `core.slicing`."""
 
 
 def wire_dtype_of(dtype: str, wire_dtype: WireDtype | None) -> str:

@@ -216,6 +216,12 @@ def packed_elems(sizes_elems: Sequence[int], packs: Packs) -> list[int]:
     return sizes
 
 
+def packed_order(order: Sequence[int], packs: Packs) -> list[int]:
+    """The parameters by their first use: a pack's first stands where the first of them all does."""
+    firsts = {number: pack[0] for pack in packs for number in pack}
+    return list(dict.fromkeys([*(firsts.get(number, number) for number in order), *order]))
+
+
 def places_in(sizes_elems: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Where the elements of a pack's parameters begin and end in it."""
     yield from itertools.pairwise(itertools.accumulate(sizes_elems, initial=0))

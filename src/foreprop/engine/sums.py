@@ -5,6 +5,7 @@ Gradients are added up in one order, that of the ranks, so no bit depends on who
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from collections import defaultdict
@@ -15,8 +16,9 @@ import torch
 
 from foreprop.config import LOGGER
 from foreprop.core.manifest import Aggregation, Reduction
-from foreprop.core.norm import BIN_BITS, BINS, ZERO, SquareSum
+from foreprop.core.norm import BIN_BITS, BINS, ENCODED_BYTES, ZERO, SquareSum, decode_square_sum
 from foreprop.core.slicing import Slice
+from foreprop.engine import native
 from foreprop.engine.memory import bytes_of, drop_pages
 
 _VECTOR_ELEMS = 64
@@ -172,7 +174,21 @@ def move_average(average: torch.Tensor, parameter: torch.Tensor, decay: float) -
 
 
 def square_sum(gradient: torch.Tensor) -> SquareSum:
-    """The sum of all elements' squares; the same for any way of cutting the gradient."""
+    """The sum of all elements' squares; the same for any way of cutting the gradient.
+
+    The native library makes it where there is one, with the bits of `binned_square_sum`.
+    """
+    number = native.DTYPES.get(str(gradient.dtype).removeprefix("torch."))
+    library = native.maybe_library()
+    if library is None or number is None or not gradient.is_cpu:
+        return binned_square_sum(gradient)
+    whole, encoded = gradient.contiguous(), (ctypes.c_uint8 * ENCODED_BYTES)()
+    library.fp_square_sum(number, whole.data_ptr(), whole.numel(), encoded)
+    return decode_square_sum(bytes(encoded))
+
+
+def binned_square_sum(gradient: torch.Tensor) -> SquareSum:
+    """The specification of `square_sum`, bin by bin (`core.norm`)."""
     flat, total = gradient.reshape(-1), ZERO
     for start in range(0, flat.numel(), _AT_ONCE_ELEMS):
         total = total.plus(_square_sum_of(flat[start : start + _AT_ONCE_ELEMS]))

@@ -378,6 +378,9 @@ class Averages(ParameterArrival):
         return bytes_of(self.landing.buffer)
 
     def land_average(self, gradient: torch.Tensor) -> None:
+        if self.pack is not None:
+            self.pack.land(gradient)
+            return
         self._answered = True
         self.landing.buffer.view(-1).copy_(gradient)
 
@@ -411,11 +414,11 @@ class Averages(ParameterArrival):
             self.memory.before_sending_values()
 
     def receive_initial_value(self) -> None:
-        if self.pack is not None:
-            self.pack.receive_value(self)
-        else:
-            self._engine.wait(self._number, 0)
+        self._engine.wait(self._number, 0)
+        if self.pack is None:
             self.memory.land()
+        elif self.memory.receives_values:
+            self.pack.receive_value(self)
 
     # A round.
     @property

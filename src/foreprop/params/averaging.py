@@ -81,6 +81,8 @@ class Rounds:
 
     def may_follow(self, more: int) -> bool:
         """Whether a pack may leave in this step for the so-manieth time beyond its rounds."""
+        if self._counts_rounds and more:
+            return False
         return self._again + more < MOST_ROUNDS
 
     def flags_after(self, more: int) -> int:

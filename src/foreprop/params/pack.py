@@ -81,13 +81,16 @@ class Pack:
     def answered(self) -> None:
         self._answered = True
 
+    def land(self, averages: torch.Tensor) -> None:
+        self._answered = True
+        self._landed.copy_(averages)
+
     # The start.
     def before_offering(self, part: Averages) -> None:
         with torch.no_grad():
             self._averages[part.place].copy_(self._parameters[part.place])
 
     def receive_value(self, part: Averages) -> None:
-        self._engine.wait(self._number, 0)
         with torch.no_grad():
             self._parameters[part.place].copy_(self._averages[part.place])
 
@@ -191,6 +194,10 @@ class Pack:
                 if torch._C._current_graph_task_id() == -1:  # else a pass may add to them
                     for each in self._parts:
                         each.gradient.average()
+                if not self._averaging.rounds.may_follow(1):  # what is not in yet has its part now
+                    for each in self._parts:
+                        if not each.gradient.left:
+                            each.gradient.leave_out()
                 self.leave()
         if self._is_kept(part):  # also if the others' gradients have left once more just now
             average = self._kept[part, part.serial]

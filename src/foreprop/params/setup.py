@@ -22,7 +22,6 @@ from foreprop.core.manifest import (
     AnyKnobs,
     AnyManifest,
     Hyperparameters,
-    Knobs,
     Manifest,
     OptimizerInfo,
     ParameterInfo,
@@ -170,15 +169,15 @@ class Setup:
             workers_per_push=workers_per_push,
         )
 
-    def packs(self, knobs: Knobs) -> Packs:
-        """Which parameters share a slice; only where workers update, and servers just average.
+    def packs(self, most_elems: int, *, servers: int = 1) -> Packs:
+        """Which parameters travel as one; only where workers update.
 
-        These are parameters on the host, of one type, that the optimizer has.
+        These are parameters on the host, of one type, that the optimizer has: of at most
+        ``most_elems`` elements together, the length of a slice or of a collective's chunk.
         """
         config = self.config
         if (
             not self.by_workers
-            or config.granularity != "slice"
             or config.codecs
             or config.wire_dtype is not None
             or config.check_finite
@@ -194,7 +193,7 @@ class Setup:
 
         kinds = map(kind_of, self.parameters, self.infos)
         sizes = [info.elems for info in self.infos]
-        return plan_packs(sizes, list(kinds), knobs.slice_elems, servers=knobs.servers)
+        return plan_packs(sizes, list(kinds), most_elems, servers=servers)
 
     @property
     def scale(self) -> float | None:

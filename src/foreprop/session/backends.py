@@ -60,6 +60,15 @@ class Backends:
         self.progress = self._first.engine.progress
         self.raise_if_failed = self.progress.raise_if_failed  # whichever of them has failed
 
+    @property
+    def packs(self) -> list[list[int]]:
+        """The parameters that travel as one, by the session's numbers."""
+        return [
+            [numbers[own] for own in pack]
+            for backend, numbers in self.parts
+            for pack in backend.packs
+        ]
+
     # One parameter, by the session's number.
     def engine_of(self, parameter: int) -> tuple[Engine, int]:
         """The engine that synchronises the parameter, and its number there."""

@@ -38,7 +38,6 @@ from foreprop.session.training import Training
 from foreprop.session.useorder import FirstStep, look_at_order
 
 if TYPE_CHECKING:  # what only some sessions have
-    from foreprop.backends.composedworker import ServedBackend
     from foreprop.config.typed import Settings
     from foreprop.engine.trace import TraceRecorder
     from foreprop.features.compiled.tracing import CompiledEntry
@@ -355,13 +354,11 @@ class Composition:
             training.arrivals.append(made.arrival)
         if training.averaging is not None:
             training.averaging.forget_others()
-            if is_served(training.config):
+            for pack in training.backends.packs:
                 from foreprop.params.pack import Pack
 
-                served = cast("ServedBackend", training.backends.all[0])
-                for pack in served.engine.manifest.knobs.packs:
-                    parts = [cast("Averages", training.arrivals[number]) for number in pack]
-                    training.averaging.packs.append(Pack(parts, training, training.averaging))
+                parts = [cast("Averages", training.arrivals[number]) for number in pack]
+                training.averaging.packs.append(Pack(parts, training, training.averaging))
         by_rows = (made.arrival for made in training.parameters if training.infos[made.index].rows)
         training.tables = [cast("RowArrival", arrival) for arrival in by_rows]
         if any(info.init is not None for info in training.infos):

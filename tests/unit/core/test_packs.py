@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreprop.core.slicing import packed_elems, places_in, plan_packs
+from foreprop.core.slicing import packed_elems, packed_order, places_in, plan_packs
 
 KINDS = st.sampled_from(["float32", "bfloat16", None])
 
@@ -49,3 +49,12 @@ def test_all_of_a_pack_is_sent_under_its_first_number(
     assert [stop - begin for begin, stop in places] == [sizes[number] for number in pack]
     assert [begin for begin, _ in places] == [0, *(stop for _, stop in places)][:-1]
     assert places[-1][1] + len(pack) == packed[start], "then one mark for each"
+
+
+@given(st.permutations(range(6)))
+def test_a_pack_is_as_urgent_as_its_most_urgent_parameter(order: Sequence[int]) -> None:
+    packed = packed_order(order, ((1, 2, 3),))
+    assert sorted(packed) == list(range(6)), "each once"
+    for number in (0, 4, 5):
+        first = min(map(order.index, (1, 2, 3)))
+        assert (packed.index(1) < packed.index(number)) == (first < order.index(number))

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from foreprop.core.norm import ENCODED_BYTES, SquareSum, decode_square_sum
-from foreprop.engine.sums import add_up, finish_sum, square_sum, sum_dtype
+from foreprop.engine.native import maybe_library
+from foreprop.engine.sums import add_up, binned_square_sum, finish_sum, square_sum, sum_dtype
 from tests.native.stepped import library
 
 library()  # skips all of this where there is no compiler
@@ -103,21 +103,11 @@ def test_rounding_to_halves_is_that_of_torch(dtype: torch.dtype) -> None:
     assert same_bits(found, floats.to(dtype))
 
 
-def squares_of(tensor: torch.Tensor) -> SquareSum:
-    encoded = (ctypes.c_uint8 * ENCODED_BYTES)()
-    library().fp_square_sum(
-        DTYPES.index(tensor.dtype),
-        ctypes.c_void_p(tensor.data_ptr()),
-        ctypes.c_int64(tensor.numel()),
-        encoded,
-    )
-    return decode_square_sum(bytes(encoded))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("elems", [1, 7, 64, 2049, 140_000])
 def test_squares_add_up_to_the_same_bits(dtype: torch.dtype, elems: int) -> None:
     """Of numbers of one size and of many, near the largest and the least that there are."""
+    assert maybe_library() is not None
     generator = torch.Generator().manual_seed(elems)
     drawn = torch.randn(elems, generator=generator, dtype=torch.float64)
     spread = torch.randint(-40, 40, (elems,), generator=generator)
@@ -133,7 +123,7 @@ def test_squares_add_up_to_the_same_bits(dtype: torch.dtype, elems: int) -> None
     ):
         tensor = numbers.to(dtype)
         tensor = torch.where(tensor.isfinite(), tensor, 1.0)
-        assert squares_of(tensor) == square_sum(tensor)
+        assert square_sum(tensor) == binned_square_sum(tensor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -141,10 +131,10 @@ def test_squares_add_up_to_the_same_bits(dtype: torch.dtype, elems: int) -> None
 def test_what_is_not_finite_is_told_of_squares(dtype: torch.dtype, odd: float) -> None:
     tensor = torch.ones(5000).to(dtype)
     tensor[4321] = odd
-    found, expected = squares_of(tensor), square_sum(tensor)
+    found, expected = square_sum(tensor), binned_square_sum(tensor)
     assert str(found.norm) == str(expected.norm) == str(abs(odd))
 
 
 def test_a_square_beyond_all_numbers_is_infinite() -> None:
     tensor = torch.tensor([1.0, 1e200, -3e300], dtype=torch.float64)
-    assert squares_of(tensor).beyond == square_sum(tensor).beyond == math.inf
+    assert square_sum(tensor).beyond == binned_square_sum(tensor).beyond == math.inf

@@ -203,3 +203,15 @@ def test_observer_has_nothing_to_say_until_it_has_seen_everything() -> None:
     assert seen.chunk_s == (2.0,)
     observer.forget_rate()
     assert observer.observation([]) is None
+
+
+def test_observer_waits_only_for_parameters_that_are_summed() -> None:
+    observer = Observer(3, [8], summed=[1])  # the others are in its pack
+    assert observer.ready_s() == []
+    observer.gradient_ready(1, 1, 4.0)
+    observer.needed(1, 1, 5.0)
+    observer.reduced(0, 6.0, more=True)
+    observer.reduced(0, 8.0, more=False)
+    seen = observer.observation([[0.0, 0.5, 0.0]])
+    assert seen is not None
+    assert (seen.ready_s, seen.needed_s) == ((0.0, 0.5, 0.0), (0.0, 0.0, 0.0))

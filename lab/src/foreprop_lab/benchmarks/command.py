@@ -180,8 +180,9 @@ def loopback(
 ) -> None:
     """Where the network costs nothing: step and CPU time beside DDP's; kinds alternate.
 
-    "ddp, again" shows how far to believe the others. CPU time is that of all ranks together, in
-    milliseconds per step: of threads that train, of the ranks' other threads, of servers.
+    "ddp, again" shows how far to believe the others, "alone" what a step takes that exchanges
+    nothing. CPU time is that of all ranks together, in milliseconds per step: of threads that
+    train, of the ranks' other threads, of servers.
 
     Examples:
       foreprop bench loopback --model gpt --ranks 2

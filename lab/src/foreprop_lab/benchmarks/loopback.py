@@ -22,6 +22,8 @@ from foreprop.session.session import Session
 from foreprop_lab.benchmarks.workers import run_workers
 
 DDP, AGAIN = "ddp", "ddp, again"
+ALONE = "alone"
+"""Each rank by itself: no gradient is exchanged, which no kind can beat."""
 _WARM_UP_STEPS = 5
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -141,11 +143,19 @@ def _norms() -> Training:
     return _Norms(), lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9), batch, None
 
 
+def _wide() -> Training:
+    """100 MB of parameters: what counts is moving the bytes."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+    batch = (torch.randn(64, 2048), torch.randint(2048, (64,)))
+    return model, lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9), batch, None
+
+
 MODELS: dict[str, Callable[[], Training]] = {
     "mnist": _images,
     "gpt": _words,
     "layers": _layers,
     "norms": _norms,
+    "wide": _wide,
 }
 
 
@@ -154,17 +164,17 @@ Measured = tuple[float, Cpu]
 
 
 class _Loop:
-    """A training loop with one of foreprop's architectures, or with DDP if there is none."""
+    """A training loop of a kind: one of foreprop's architectures, `DDP` or `ALONE`."""
 
-    def __init__(self, training: Training, architecture: str | None) -> None:
+    def __init__(self, training: Training, kind: str) -> None:
         self._model, make_optimizer, self._batch, self._max_norm = training
         self._optimizer = make_optimizer(self._model)
         self._session: Session | None = None
-        if architecture is not None:
-            config = Config.resolve(architecture=architecture)
-            self._session = parallelize(self._model, self._optimizer, config=config)
-        else:
+        if kind == DDP:
             self._model = DistributedDataParallel(self._model)
+        elif kind != ALONE:
+            config = Config.resolve(architecture=kind)
+            self._session = parallelize(self._model, self._optimizer, config=config)
 
     def measure(self, steps: int) -> Measured:
         """One step's costs; the first one is not counted."""
@@ -208,7 +218,7 @@ def measure_loopback(
     return [
         _cost(model, kind, [found[rank][model] for rank in range(ranks)])
         for model in models
-        for kind in (DDP, AGAIN, *kinds)
+        for kind in (DDP, AGAIN, ALONE, *kinds)
     ]
 
 
@@ -242,9 +252,8 @@ def _measure(
     model: str, kinds: Sequence[str], rounds: int, steps: int
 ) -> dict[str, list[Measured]]:
     torch.manual_seed(0)
-    plain = _Loop(MODELS[model](), None)
-    loops = {DDP: plain, AGAIN: plain}
-    loops |= {kind: _Loop(MODELS[model](), kind) for kind in kinds}
+    loops = {kind: _Loop(MODELS[model](), kind) for kind in (DDP, ALONE, *kinds)}
+    loops[AGAIN] = loops[DDP]
     found: dict[str, list[Measured]] = {kind: [] for kind in loops}
     for loop in loops.values():
         loop.measure(_WARM_UP_STEPS)

@@ -10,7 +10,7 @@ from foreprop.config import Config
 from foreprop.core.manifest import Manifest
 
 LIBRARY = Path(__file__).with_name("plane.so")
-_VERSION = 4
+_VERSION = 5
 """That of `interface.cpp`; another one was built before these sources came."""
 
 DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
@@ -31,6 +31,7 @@ _FUNCTIONS = """
     complete i:pi  answered i:pi  wait i:pii  ring :p  flush i:pi
     missing i:pippi  step n:pi  statistics :pp
     snapshot n:pipn  last_push :piip  left :pii  tell_begins :pi  spans i:pipip  same_batch i:pi
+    square_sum :ipnp
 """.split()
 """Each with what it returns and takes, by a letter each."""
 

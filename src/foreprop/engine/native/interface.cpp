@@ -104,7 +104,14 @@ void* fp_new(const Number* numbers, const char* names) {
     return made;
 }
 // Raised with every change of this interface.
-int fp_version() { return 4; }
+int fp_version() { return 5; }
+// What the squares of so many elements of a type add up to, as it travels. Of no plane.
+void fp_square_sum(int dtype, const void* from, Number elems, std::uint8_t* encoded) {
+    const auto size = static_cast<std::size_t>(elems);
+    of_type(static_cast<Dtype>(dtype), [&]<class Each>(Each*) {
+        square_sum(static_cast<const Each*>(from), size).encode(encoded);
+    });
+}
 void fp_free(void* plane) { delete of(plane); }
 void fp_error(char* text, int most) { std::snprintf(text, static_cast<std::size_t>(most), "%s", refused.c_str()); }
 void fp_descriptors(void* plane, int* four) {

@@ -25,6 +25,7 @@ from foreprop.core.frames import (
     PrioritiesLearned,
 )
 from foreprop.core.norm import SendNormPart
+from foreprop.core.slicing import Packs, packed_elems, packed_order
 from foreprop.engine.connection import done_here
 from foreprop.engine.progress import NOTHING, Progress
 from foreprop.engine.rendezvous import Look, decode_entry, decode_order
@@ -82,7 +83,8 @@ class Ordering:
         self._chunks = chunks
         self._ranks = group.size
         self._published_key = ""
-        self._observer = Observer(parameters, sizes_bytes)
+        summed = {parameter for chunk in chunks for parameter in chunk.parameters}
+        self._observer = Observer(parameters, sizes_bytes, summed=summed)
         self._lock = threading.Lock()
 
     # What is observed.
@@ -151,10 +153,18 @@ class RingEngine:
     is_ahead = False  # averages land here one after the other, wherever the other ranks are
 
     def __init__(
-        self, setup: Setup, updater: LocalUpdater, group: Group, device: DeviceWork, session_id: str
+        self,
+        setup: Setup,
+        packs: Packs,
+        updater: LocalUpdater,
+        group: Group,
+        device: DeviceWork,
+        session_id: str,
     ) -> None:
         config = setup.config
         self.parameters = setup.infos
+        self._packs = packs
+        self._elems = packed_elems([info.elems for info in setup.infos], packs)
         self._group = group
         self._board = group.board
         self._device = device
@@ -173,9 +183,9 @@ class RingEngine:
         if config.codecs:
             from foreprop.features.collectives.codedsums import CodedSums
 
-            self.sums = self.codecs = CodedSums(setup, self.settings, group, device)
+            self.sums = self.codecs = CodedSums(setup, self._elems, self.settings, group, device)
         else:
-            self.sums = GradientSums(setup, self.settings, group, device)
+            self.sums = GradientSums(setup, self._elems, self.settings, group, device)
         self.chunks = self.sums.chunks
         self._sizes_bytes = self.sums.chunk_sizes_bytes()
         self._updates = RingUpdates(self.sums, updater, self._aggregation)
@@ -192,7 +202,10 @@ class RingEngine:
         )
         self.is_complete = self._machine.is_complete
         self._work = threading.Condition()
-        self._todo: deque[ReduceChunk | list[MeasureParameter | UpdateParameter]] = deque()
+        self._todo: deque[list[MeasureParameter | UpdateParameter] | None] = deque()
+        """None: issue the next of ``_due``, which keeps the machine's order."""
+        self._due: deque[ReduceChunk] = deque()
+        self._issuing = threading.Lock()
         self._under_way = 0
         self._stopped = False
         self._closing = False
@@ -221,7 +234,8 @@ class RingEngine:
 
     def learn_priorities(self, order: Sequence[int]) -> None:
         """The parameters in the order of their first use in the forward pass."""
-        self.ordering.forward_order = list(order)
+        order = packed_order(order, self._packs)
+        self.ordering.forward_order = order
         self._dispatch(PrioritiesLearned(tuple(order)))
 
     def start_step(self) -> None:
@@ -331,7 +345,7 @@ class RingEngine:
             left_elems = 0
             for instruction in instructions:
                 if isinstance(instruction, (MeasureParameter, UpdateParameter)):
-                    elems = self.parameters[instruction.parameter].elems
+                    elems = self._elems[instruction.parameter]
                     if not together or elems > left_elems:  # what is small one thread carries out
                         together, left_elems = [], self._config.chunk_elems
                         self._todo.append(together)
@@ -339,7 +353,8 @@ class RingEngine:
                     together.append(instruction)
                     left_elems -= elems
                 elif isinstance(instruction, ReduceChunk):
-                    self._todo.append(instruction)
+                    self._due.append(instruction)
+                    self._todo.append(None)
                     self._work.notify()
                 elif isinstance(instruction, UseNorm):
                     self._updates.use_norm(instruction.norm)
@@ -366,32 +381,35 @@ class RingEngine:
             self._fail(wrapped)
 
     def _do_next(self) -> bool:
-        """Carry out one instruction; False when there will be no more.
-
-        Collectives are issued under the lock, so in the machine's order.
-        """
+        """Carry out one instruction; False when there will be no more."""
         with self._work:
             while not self._todo and not self._stopped:
                 self._work.wait()
             if self._stopped:
                 return False
-            instruction = self._todo.popleft()
-            if isinstance(instruction, ReduceChunk):
-                started_ns = time.perf_counter_ns()
-                work = self._group.sum(self.sums.fill(*instruction))
+            together = self._todo.popleft()
+        return self._reduce_next() if together is None else self._carry_out(together)
+
+    def _carry_out(self, together: Sequence[MeasureParameter | UpdateParameter]) -> bool:
+        done: list[object] = []
+        for each in together:
+            if isinstance(each, UpdateParameter):
+                self._updates.update(*each)
+                done.append(ParameterUpdated(each.parameter))
+            else:
+                part = self._updates.measure(*each)
+                done.append(ParameterMeasured(each.parameter, part))
+        self._device.finish()
+        self._dispatch(*done)
+        return True
+
+    def _reduce_next(self) -> bool:
+        with self._issuing:  # in the machine's order; who pushes does not wait for what is copied
+            with self._work:
+                number, step = self._due.popleft()
                 self._under_way += 1
-        if isinstance(instruction, list):
-            done: list[object] = []
-            for each in instruction:
-                if isinstance(each, UpdateParameter):
-                    self._updates.update(*each)
-                    done.append(ParameterUpdated(each.parameter))
-                else:
-                    part = self._updates.measure(*each)
-                    done.append(ParameterMeasured(each.parameter, part))
-            self._device.finish()
-            self._dispatch(*done)
-            return True
+            started_ns = time.perf_counter_ns()
+            work = self._group.sum(self.sums.fill(number, step))
         try:
             work.wait()
             self._device.finish()
@@ -401,7 +419,6 @@ class RingEngine:
             raise self._group.cause(error, self._describe_awaited) from error
         finally:
             del work  # gloo's connections last as long, also in the traceback of an error
-        number, step = instruction
         self.sums.finish_chunk(number, step)
         with self._work:
             self._under_way -= 1

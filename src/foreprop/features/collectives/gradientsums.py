@@ -129,8 +129,14 @@ class GradientSums:
     """One rank's gradients as they are summed; one thread at a time touches a parameter's sum."""
 
     def __init__(
-        self, setup: Setup, settings: StepSettings, group: Group, device: DeviceWork
+        self,
+        setup: Setup,
+        sizes_elems: Sequence[int],
+        settings: StepSettings,
+        group: Group,
+        device: DeviceWork,
     ) -> None:
+        """``sizes_elems``: how much is summed under each parameter's number."""
         config, parameters = setup.config, setup.infos
         self.flags = [0] * len(parameters)  # the flags with which each gradient was pushed
         self._parameters = parameters
@@ -142,8 +148,15 @@ class GradientSums:
         self._ranks = group.size
         on_wire = wire_dtypes_of(parameters, config.wire_dtype, config.codecs)
         self._dtypes = [_sum_dtype(info.dtype, on_wire[n]) for n, info in enumerate(parameters)]
-        sizes = [info.elems for info in parameters]
-        self.chunks = cut_chunks(sizes, config.chunk_elems, kinds=self._dtypes)
+        self._elems = sizes_elems
+        self.lands = (
+            setup.by_workers
+            and device.device.type == "cpu"
+            and not config.codecs
+            and not setup.aggregation.needs_norm
+        )
+        """Whether averages land chunk by chunk, which a sum has just brought into the cache."""
+        self.chunks = cut_chunks(sizes_elems, config.chunk_elems, kinds=self._dtypes)
         # Parameters that share chunks have their sums one behind the other, so that a chunk, too,
         # is a view.
         self._sums: dict[int, torch.Tensor] = {}
@@ -153,7 +166,7 @@ class GradientSums:
         # which would have to wait for the answer.
         compares = group.rank == 0 and group.size > 1 and self._is_on_host
         self._same_batch = SameBatch("rank 0") if compares else None
-        self._compared = next((number for number, elems in enumerate(sizes) if elems > 1), None)
+        self._compared = next((n for n, elems in enumerate(sizes_elems) if elems > 1), None)
         self._own = torch.empty(0)
         # Kept for all threads: not on a device, where each has a stream of its own.
         self._marks: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}  # most have the same
@@ -187,7 +200,7 @@ class GradientSums:
         (first, start, _), (last, _, stop) = pieces[0], pieces[-1]
         begin, total = self._sum_of(first), self._sum_of(last)
         begin_elems = begin.storage_offset() + start
-        if stop == self._parameters[last].elems:
+        if stop == self._elems[last]:
             stop += MARKS
         elems = total.storage_offset() + stop - begin_elems
         return begin.as_strided((elems,), (1,), begin_elems)
@@ -199,7 +212,7 @@ class GradientSums:
         infos = [self._parameters[piece.parameter] for piece in pieces]
         sizes = [piece.stop_elems - piece.start_elems for piece in pieces]
         reduction, *others = {self._reduction(info) for info in infos}
-        is_whole = sizes == [info.elems for info in infos]
+        is_whole = sizes == [self._elems[piece.parameter] for piece in pieces]
         dtype = self._dtypes[pieces[0].parameter]
         is_wide = dtype == torch.promote_types(dtype, torch.float32)  # is finished in place
         found = None
@@ -219,7 +232,7 @@ class GradientSums:
     def _sum_of(self, parameter: int) -> torch.Tensor:
         if parameter not in self._sums:
             family = self._families[parameter]
-            ends = list(accumulate(self._parameters[p].elems + MARKS for p in family))
+            ends = list(accumulate(self._elems[p] + MARKS for p in family))
             dtype = self._dtypes[family[0]]
             memory = torch.empty(ends[-1], dtype=dtype, device=self.device.device)
             for own, run in zip(family, pairwise([0, *ends]), strict=True):
@@ -243,7 +256,7 @@ class GradientSums:
             if len(self._own) != len(total):
                 self._own = torch.zeros_like(total)
             self._own[start:stop] = total[start:stop]
-        if with_marks and stop == info.elems:
+        if with_marks and stop == self._elems[parameter]:
             total[stop:] = self._marks_of(flags, step, total)
 
     def _marks_of(self, flags: int, step: int, total: torch.Tensor) -> torch.Tensor:
@@ -267,6 +280,9 @@ class GradientSums:
     # After the sum.
     def finish_chunk(self, chunk: int, step: int) -> None:
         """Make the means of a chunk's parameters at once, if all ranks had all of them."""
+        if self.lands:
+            for piece in self.chunks[chunk].pieces:
+                self._land(piece, step)
         together = self._together_in(chunk)
         watched = self._compared if self._same_batch is not None else None
         if together is None or watched in together.parameters:
@@ -274,19 +290,42 @@ class GradientSums:
         whole, alike = together.chunk, self._alike(together.parameters)
         if alike is None or not self._had_all(alike, step, whole[together.marks_at]):
             return
-        scale = self._settings.scale_at(step)
-        finish_sum(whole, together.reduction, workers=self._ranks, scale=scale)
+        if not self.lands:
+            scale = self._settings.scale_at(step)
+            finish_sum(whole, together.reduction, workers=self._ranks, scale=scale)
         self._finished_in.update(dict.fromkeys(together.parameters, step))
+
+    def _land(self, piece: Piece, step: int) -> None:
+        # where no rank has had a gradient nobody is shown it
+        parameter, start, stop = piece
+        info = self._parameters[parameter]
+        room = self.device.flat(self._memory[parameter].landing_bytes(), DTYPES[info.dtype])
+        summed, average = self._sum_of(parameter)[start:stop], room[start:stop]
+        if summed.dtype != average.dtype:
+            average.copy_(self._finished(summed, info, step))
+            return
+        average.copy_(summed)
+        self._finish(average, info, step)
+
+    def has_landed(self, parameter: int, step: int) -> bool:
+        """Whether any rank had a gradient; raises if the ranks do not agree."""
+        return self._finished_in.get(parameter) == step or self._any_had(parameter, step)
 
     def maybe_aggregate(self, parameter: int, step: int) -> torch.Tensor | None:
         """The aggregated gradient, flat, if any rank had one; raises if the ranks do not agree."""
-        info = self._parameters[parameter]
-        total = self._sum_of(parameter)
+        gradient = self._sum_of(parameter)[: self._elems[parameter]]
         if self._finished_in.get(parameter) == step:
-            return total[: info.elems]
-        if self._had_all(self.flags[parameter], step, total[info.elems :]):
-            return self._finished(parameter, step, total[: info.elems])
-        with_gradient, changed, *digests = (round(mark) for mark in total[info.elems :].tolist())
+            return gradient
+        had = self._any_had(parameter, step)
+        return self._finished(gradient, self._parameters[parameter], step) if had else None
+
+    def _any_had(self, parameter: int, step: int) -> bool:
+        info, elems = self._parameters[parameter], self._elems[parameter]
+        total = self._sum_of(parameter)
+        if self._had_all(self.flags[parameter], step, total[elems:]):
+            self._compare(parameter, total[:elems])
+            return True
+        with_gradient, changed, *digests = (round(mark) for mark in total[elems:].tolist())
         if 0 < changed < self._ranks:
             raise TrainingLoopError(
                 f"{info.name} was changed by hand before step {step} on {changed} of"
@@ -294,7 +333,9 @@ class GradientSums:
             )
         if digests != [self._ranks * bit for bit in self._digest(self.flags[parameter], step)]:
             raise self._settings.describe_difference(step)
-        return self._finished(parameter, step, total[: info.elems]) if with_gradient else None
+        if with_gradient:
+            self._compare(parameter, total[:elems])
+        return bool(with_gradient)
 
     def _had_all(self, flags: int, step: int, marks: torch.Tensor) -> bool:
         """Whether all ranks had a gradient, and agree: mostly so, and told by one comparison."""
@@ -304,8 +345,7 @@ class GradientSums:
         wanted = self._marks_of(flags, step, marks) * self._ranks
         return torch.equal(marks, wanted.expand_as(marks))
 
-    def _finished(self, parameter: int, step: int, total: torch.Tensor) -> torch.Tensor:
-        info = self._parameters[parameter]
+    def _compare(self, parameter: int, total: torch.Tensor) -> None:
         if self._same_batch is not None and parameter == self._compared:
             # if all have the same batch, the sum is this rank's gradient added up for each of them
             own = self._own[: len(total)]
@@ -313,16 +353,21 @@ class GradientSums:
             self._same_batch.look(0, [same, total], many=self._ranks)
             if not self._same_batch.watching:
                 self._same_batch, self._own = None, torch.empty(0)
-        # what follows is as if it had not been cast
+
+    def _finished(self, total: torch.Tensor, info: ParameterInfo, step: int) -> torch.Tensor:
+        # as if it had not been cast
         gradient = total.to(torch.promote_types(total.dtype, torch.float32))
-        scale = self._settings.scale_at(step)
-        finish_sum(gradient, self._reduction(info), workers=self._ranks, scale=scale)
+        self._finish(gradient, info, step)
         return gradient
+
+    def _finish(self, total: torch.Tensor, info: ParameterInfo, step: int) -> None:
+        scale = self._settings.scale_at(step)
+        finish_sum(total, self._reduction(info), workers=self._ranks, scale=scale)
 
     def aggregated(self, parameter: int) -> torch.Tensor:
         """The aggregated gradient of the parameter's last update, flat. Training thread."""
         info = self._parameters[parameter]
-        total = self._sum_of(parameter)[: info.elems]
+        total = self._sum_of(parameter)[: self._elems[parameter]]
         if total.dtype == torch.float32 or total.dtype == torch.float64:
             return total  # finished in place
         total = total.float()
@@ -443,6 +488,10 @@ class LocalUpdater:
         """Give the aggregated gradient to the training thread, which applies it."""
         self._memory[parameter].land_average(gradient)
 
+    def shown(self, parameter: int) -> None:
+        """Tell the training thread that the aggregated gradient has landed."""
+        self._memory[parameter].answered()
+
     def end_step(self, parameter: int) -> None:
         if self.averages is not None:
             self.averages.move(parameter)
@@ -531,6 +580,10 @@ class RingUpdates:
         return ZERO if gradient is None else square_sum(gradient)
 
     def update(self, parameter: int, step: int) -> None:
+        if self._sums.lands:
+            if self._sums.has_landed(parameter, step):
+                self._updater.shown(parameter)
+            return
         gradient = self._gradients.pop(parameter, None)
         if not self._aggregation.needs_norm:
             gradient = self._sums.maybe_aggregate(parameter, step)

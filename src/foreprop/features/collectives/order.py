@@ -9,7 +9,7 @@ chunk that is ready goes next (P3 section 4.2). The order that comes out is ever
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -177,11 +177,20 @@ _REMEMBERED_STEPS = 5
 class Observer:
     """Gathers one rank's times over the last steps; the clock is the caller's, in seconds."""
 
-    def __init__(self, parameters: int, chunk_sizes_bytes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        parameters: int,
+        chunk_sizes_bytes: Sequence[int],
+        *,
+        summed: Iterable[int] | None = None,
+    ) -> None:
+        """``summed``: the parameters that chunks have, if those are not all of them."""
+
         def recent() -> list[deque[float]]:
             return [deque(maxlen=_REMEMBERED_STEPS) for _ in range(parameters)]
 
         self._sizes_bytes = chunk_sizes_bytes
+        self._summed = range(parameters) if summed is None else summed
         self._ready_s = recent()
         self._needed_s = recent()
         self._backward = _Pass()
@@ -214,7 +223,9 @@ class Observer:
         itself. So the second latest of the last steps' times counts. Empty while some parameter has
         not been seen yet.
         """
-        return [sorted(times)[-2:][0] for times in self._ready_s] if all(self._ready_s) else []
+        if not all(self._ready_s[parameter] for parameter in self._summed):
+            return []
+        return [sorted(times)[-2:][0] if times else 0.0 for times in self._ready_s]
 
     def observation(self, others_ready_s: Sequence[Sequence[float]]) -> Observation | None:
         """What the last steps showed, with the other ranks' `ready_s`.
@@ -222,12 +233,13 @@ class Observer:
         None while some parameter has not been seen on some rank.
         """
         ready_s = [self.ready_s(), *others_ready_s]
-        if not (all(ready_s) and all(self._needed_s) and self._busy_bytes):
+        is_needed = all(self._needed_s[parameter] for parameter in self._summed)
+        if not (all(ready_s) and is_needed and self._busy_bytes):
             return None
         byte_s = self._busy_s / self._busy_bytes
         return Observation(
             ready_s=tuple(map(max, zip(*ready_s, strict=True))),
-            needed_s=tuple(map(median, self._needed_s)),
+            needed_s=tuple(median(times) if times else 0.0 for times in self._needed_s),
             chunk_s=tuple(size_bytes * byte_s for size_bytes in self._sizes_bytes),
         )
 
