@@ -62,16 +62,15 @@ class RingBackend:
         self._trainable_changes: dict[str, bool] = {}
         """The parameters that are not as at the start, frozen or not."""
         self._updater = LocalUpdater(setup)
-        self.packs = setup.packs(setup.config.chunk_elems)
         self._group = Group(setup.world, setup.config)
         try:
             self._device = self._meet()
             stays = self._device.device.type != "cpu"
             self._memory_factory = MemoryFactory(setup.config, stays=stays)
             self.engine = RingEngine(
-                setup, self.packs, self._updater, self._group, self._device, self.session_id
+                setup, self._updater, self._group, self._device, self.session_id
             )
-            self.codecs = self.engine.codecs
+            self.codecs, self.packs = self.engine.codecs, self.engine.sums.packs
             self.state = LocalState(setup, self._updater, self.engine.sums)
         except BaseException as error:
             self.refuse(error)
@@ -116,7 +115,7 @@ class RingBackend:
             wire_dtype=config.wire_dtype,
             settings=tuple(json.loads(json.dumps(self.numbers(), default=repr))),
             compression=config.codecs,
-            packs=self.packs,
+            packs=self._setup.packs(config.chunk_elems),
         )
         return self._setup.manifest(knobs, session=self.session_id)
 

@@ -63,14 +63,9 @@ class CodedSums(GradientSums):
     """Sums codes of the pieces that have a codec, side by side with the elements of all others."""
 
     def __init__(
-        self,
-        setup: Setup,
-        sizes_elems: Sequence[int],
-        settings: StepSettings,
-        group: Group,
-        device: DeviceWork,
+        self, setup: Setup, settings: StepSettings, group: Group, device: DeviceWork
     ) -> None:
-        super().__init__(setup, sizes_elems, settings, group, device)
+        super().__init__(setup, settings, group, device)
         choices = setup.config.codecs
         pieces = [piece for chunk in self.chunks for piece in chunk.pieces]
         self.slices = {
@@ -95,7 +90,7 @@ class CodedSums(GradientSums):
             for piece in chunk.pieces:
                 parameter = piece.parameter
                 elems = self.size_bytes(piece) // self._dtypes[parameter].itemsize
-                marks = MARKS if piece.stop_elems == self._elems[parameter] else 0
+                marks = MARKS if piece.stop_elems == self.elems[parameter] else 0
                 part = _Part(piece, chunk.number, begin, elems, marks)
                 self._parts.setdefault(parameter, []).append(part)
                 begin += elems + marks
@@ -134,7 +129,7 @@ class CodedSums(GradientSums):
         total = self._sum_of(parameter)
         slice_ = self.slices[piece]
         coded, values = self._coded.get(slice_.number), total[start:stop]
-        marks = total[stop:] if stop == self._elems[parameter] else total[:0]
+        marks = total[stop:] if stop == self.elems[parameter] else total[:0]
         if coded is None:
             return [values, marks]
         if self.flags[parameter] & Flag.NO_GRADIENT:  # what is left out waits for a gradient
@@ -144,10 +139,6 @@ class CodedSums(GradientSums):
         return [coded.tensor_of(code), marks]
 
     # After the sum.
-    def finish_chunk(self, chunk: int, step: int) -> None:
-        if chunk not in self._sent:
-            super().finish_chunk(chunk, step)
-
     def maybe_aggregate(self, parameter: int, step: int) -> torch.Tensor | None:
         for piece, chunk, begin, elems, marks in self._parts.get(parameter, ()):
             sent = self._sent[chunk][begin : begin + elems + marks]

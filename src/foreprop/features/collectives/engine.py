@@ -25,7 +25,7 @@ from foreprop.core.frames import (
     PrioritiesLearned,
 )
 from foreprop.core.norm import SendNormPart
-from foreprop.core.slicing import Packs, packed_elems, packed_order
+from foreprop.core.slicing import packed_order
 from foreprop.engine.connection import done_here
 from foreprop.engine.progress import NOTHING, Progress
 from foreprop.engine.rendezvous import Look, decode_entry, decode_order
@@ -153,21 +153,11 @@ class RingEngine:
     is_ahead = False  # averages land here one after the other, wherever the other ranks are
 
     def __init__(
-        self,
-        setup: Setup,
-        packs: Packs,
-        updater: LocalUpdater,
-        group: Group,
-        device: DeviceWork,
-        session_id: str,
+        self, setup: Setup, updater: LocalUpdater, group: Group, device: DeviceWork, session_id: str
     ) -> None:
         config = setup.config
         self.parameters = setup.infos
-        self._packs = packs
-        self._elems = packed_elems([info.elems for info in setup.infos], packs)
-        self._group = group
-        self._board = group.board
-        self._device = device
+        self._group, self._board, self._device = group, group.board, device
         self._config = config
         self._aggregation = setup.aggregation
         self._send_sum = setup.send_sum
@@ -183,9 +173,9 @@ class RingEngine:
         if config.codecs:
             from foreprop.features.collectives.codedsums import CodedSums
 
-            self.sums = self.codecs = CodedSums(setup, self._elems, self.settings, group, device)
+            self.sums = self.codecs = CodedSums(setup, self.settings, group, device)
         else:
-            self.sums = GradientSums(setup, self._elems, self.settings, group, device)
+            self.sums = GradientSums(setup, self.settings, group, device)
         self.chunks = self.sums.chunks
         self._sizes_bytes = self.sums.chunk_sizes_bytes()
         self._updates = RingUpdates(self.sums, updater, self._aggregation)
@@ -234,7 +224,7 @@ class RingEngine:
 
     def learn_priorities(self, order: Sequence[int]) -> None:
         """The parameters in the order of their first use in the forward pass."""
-        order = packed_order(order, self._packs)
+        order = packed_order(order, self.sums.packs)
         self.ordering.forward_order = order
         self._dispatch(PrioritiesLearned(tuple(order)))
 
@@ -345,7 +335,7 @@ class RingEngine:
             left_elems = 0
             for instruction in instructions:
                 if isinstance(instruction, (MeasureParameter, UpdateParameter)):
-                    elems = self._elems[instruction.parameter]
+                    elems = self.sums.elems[instruction.parameter]
                     if not together or elems > left_elems:  # what is small one thread carries out
                         together, left_elems = [], self._config.chunk_elems
                         self._todo.append(together)

@@ -34,6 +34,7 @@ from foreprop.core.manifest import (
     wire_dtypes_of,
 )
 from foreprop.core.norm import ZERO, SquareSum
+from foreprop.core.slicing import Packs, packed_elems
 from foreprop.core.wire import Flag
 from foreprop.engine.rendezvous import Board
 from foreprop.engine.sums import SameBatch, add_up, clip, finish_sum, square_sum
@@ -116,27 +117,12 @@ class StepSettings:
         )
 
 
-class _Together(NamedTuple):
-    """Whole small parameters that share a chunk: what they have in common is done at once."""
-
-    chunk: torch.Tensor
-    marks_at: torch.Tensor  # the places in the chunk, a row for each parameter
-    parameters: tuple[int, ...]
-    reduction: Reduction
-
-
 class GradientSums:
     """One rank's gradients as they are summed; one thread at a time touches a parameter's sum."""
 
     def __init__(
-        self,
-        setup: Setup,
-        sizes_elems: Sequence[int],
-        settings: StepSettings,
-        group: Group,
-        device: DeviceWork,
+        self, setup: Setup, settings: StepSettings, group: Group, device: DeviceWork
     ) -> None:
-        """``sizes_elems``: how much is summed under each parameter's number."""
         config, parameters = setup.config, setup.infos
         self.flags = [0] * len(parameters)  # the flags with which each gradient was pushed
         self._parameters = parameters
@@ -148,30 +134,26 @@ class GradientSums:
         self._ranks = group.size
         on_wire = wire_dtypes_of(parameters, config.wire_dtype, config.codecs)
         self._dtypes = [_sum_dtype(info.dtype, on_wire[n]) for n, info in enumerate(parameters)]
-        self._elems = sizes_elems
-        self.lands = (
-            setup.by_workers
-            and device.device.type == "cpu"
-            and not config.codecs
-            and not setup.aggregation.needs_norm
-        )
+        self.packs = setup.packs(config.chunk_elems)
+        self.elems = packed_elems([info.elems for info in parameters], self.packs)
+        """How much is summed under each parameter's number."""
+        self._is_on_host = device.device.type == "cpu"
+        is_plain = not config.codecs and not setup.aggregation.needs_norm
+        self.lands = setup.by_workers and self._is_on_host and is_plain
         """Whether averages land chunk by chunk, which a sum has just brought into the cache."""
-        self.chunks = cut_chunks(sizes_elems, config.chunk_elems, kinds=self._dtypes)
+        self.chunks = cut_chunks(self.elems, config.chunk_elems, kinds=self._dtypes)
         # Parameters that share chunks have their sums one behind the other, so that a chunk, too,
         # is a view.
         self._sums: dict[int, torch.Tensor] = {}
         self._families = _families(self.chunks)
-        self._is_on_host = device.device.type == "cpu"
         # One parameter's gradients tell whether all ranks have the same batch; not on a device,
         # which would have to wait for the answer.
         compares = group.rank == 0 and group.size > 1 and self._is_on_host
         self._same_batch = SameBatch("rank 0") if compares else None
-        self._compared = next((n for n, elems in enumerate(sizes_elems) if elems > 1), None)
+        self._compared = _first_of_several(parameters, self.packs)
         self._own = torch.empty(0)
         # Kept for all threads: not on a device, where each has a stream of its own.
         self._marks: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}  # most have the same
-        self._together: dict[int, _Together | None] = {}  # by chunk
-        self._finished_in: dict[int, int] = {}  # by parameter, in which step with others
 
     def size_bytes(self, piece: Piece) -> int:
         return (piece[2] - piece[1]) * self._dtypes[piece[0]].itemsize
@@ -185,14 +167,8 @@ class GradientSums:
     # Before the sum.
     def fill(self, chunk: int, step: int) -> torch.Tensor:
         """This rank's summand of a chunk, in the memory that the sum replaces."""
-        pieces = self.chunks[chunk].pieces
-        together = self._together_in(chunk)
-        alike = None if together is None else self._alike(together.parameters)
-        for piece in pieces:
-            self._fill(piece, step, with_marks=alike is None)
-        if together is not None and alike is not None:
-            together.chunk[together.marks_at] = self._marks_of(alike, step, together.chunk)
-            return together.chunk
+        for piece in self.chunks[chunk].pieces:
+            self._fill(piece, step)
         return self._view_of(chunk)
 
     def _view_of(self, chunk: int) -> torch.Tensor:
@@ -200,46 +176,22 @@ class GradientSums:
         (first, start, _), (last, _, stop) = pieces[0], pieces[-1]
         begin, total = self._sum_of(first), self._sum_of(last)
         begin_elems = begin.storage_offset() + start
-        if stop == self._elems[last]:
+        if stop == self.elems[last]:
             stop += MARKS
         elems = total.storage_offset() + stop - begin_elems
         return begin.as_strided((elems,), (1,), begin_elems)
 
-    def _together_in(self, chunk: int) -> _Together | None:
-        if chunk in self._together or not self._is_on_host:
-            return self._together.get(chunk)
-        pieces = self.chunks[chunk].pieces
-        infos = [self._parameters[piece.parameter] for piece in pieces]
-        sizes = [piece.stop_elems - piece.start_elems for piece in pieces]
-        reduction, *others = {self._reduction(info) for info in infos}
-        is_whole = sizes == [self._elems[piece.parameter] for piece in pieces]
-        dtype = self._dtypes[pieces[0].parameter]
-        is_wide = dtype == torch.promote_types(dtype, torch.float32)  # is finished in place
-        found = None
-        if is_whole and is_wide and len(pieces) > 1 and not others:
-            ends = accumulate(size + MARKS for size in sizes)
-            rows = torch.stack([torch.arange(end - MARKS, end) for end in ends])
-            about = rows, self.chunks[chunk].parameters, reduction
-            found = _Together(self._view_of(chunk), *about)
-        self._together[chunk] = found
-        return found
-
-    def _alike(self, parameters: Sequence[int]) -> int | None:
-        """The flags that all of these have; None if they differ."""
-        first, *others = {self.flags[parameter] for parameter in parameters}
-        return None if others else first
-
     def _sum_of(self, parameter: int) -> torch.Tensor:
         if parameter not in self._sums:
             family = self._families[parameter]
-            ends = list(accumulate(self._elems[p] + MARKS for p in family))
+            ends = list(accumulate(self.elems[p] + MARKS for p in family))
             dtype = self._dtypes[family[0]]
             memory = torch.empty(ends[-1], dtype=dtype, device=self.device.device)
             for own, run in zip(family, pairwise([0, *ends]), strict=True):
                 self._sums[own] = memory[slice(*run)]
         return self._sums[parameter]
 
-    def _fill(self, piece: Piece, step: int, *, with_marks: bool) -> None:
+    def _fill(self, piece: Piece, step: int) -> None:
         parameter, start, stop = piece
         total = self._sum_of(parameter)
         info = self._parameters[parameter]
@@ -252,11 +204,11 @@ class GradientSums:
             total[start:stop] = self.device.flat(part, DTYPES[info.dtype])
             if self._aggregation.reports_nonfinite:
                 check_finite(total[start:stop], f"rank {self._rank}", info.name, step)
-        if self._same_batch is not None and parameter == self._compared:
+        if self._same_batch is not None and parameter == self._compared.parameter:
             if len(self._own) != len(total):
                 self._own = torch.zeros_like(total)
             self._own[start:stop] = total[start:stop]
-        if with_marks and stop == self._elems[parameter]:
+        if stop == self.elems[parameter]:
             total[stop:] = self._marks_of(flags, step, total)
 
     def _marks_of(self, flags: int, step: int, total: torch.Tensor) -> torch.Tensor:
@@ -279,21 +231,10 @@ class GradientSums:
 
     # After the sum.
     def finish_chunk(self, chunk: int, step: int) -> None:
-        """Make the means of a chunk's parameters at once, if all ranks had all of them."""
+        """Have the averages of a summed chunk land, where they do chunk by chunk."""
         if self.lands:
             for piece in self.chunks[chunk].pieces:
                 self._land(piece, step)
-        together = self._together_in(chunk)
-        watched = self._compared if self._same_batch is not None else None
-        if together is None or watched in together.parameters:
-            return
-        whole, alike = together.chunk, self._alike(together.parameters)
-        if alike is None or not self._had_all(alike, step, whole[together.marks_at]):
-            return
-        if not self.lands:
-            scale = self._settings.scale_at(step)
-            finish_sum(whole, together.reduction, workers=self._ranks, scale=scale)
-        self._finished_in.update(dict.fromkeys(together.parameters, step))
 
     def _land(self, piece: Piece, step: int) -> None:
         # where no rank has had a gradient nobody is shown it
@@ -307,48 +248,43 @@ class GradientSums:
         average.copy_(summed)
         self._finish(average, info, step)
 
-    def has_landed(self, parameter: int, step: int) -> bool:
-        """Whether any rank had a gradient; raises if the ranks do not agree."""
-        return self._finished_in.get(parameter) == step or self._any_had(parameter, step)
-
     def maybe_aggregate(self, parameter: int, step: int) -> torch.Tensor | None:
         """The aggregated gradient, flat, if any rank had one; raises if the ranks do not agree."""
-        gradient = self._sum_of(parameter)[: self._elems[parameter]]
-        if self._finished_in.get(parameter) == step:
-            return gradient
-        had = self._any_had(parameter, step)
-        return self._finished(gradient, self._parameters[parameter], step) if had else None
+        if not self.any_had(parameter, step):
+            return None
+        gradient = self._sum_of(parameter)[: self.elems[parameter]]
+        return self._finished(gradient, self._parameters[parameter], step)
 
-    def _any_had(self, parameter: int, step: int) -> bool:
-        info, elems = self._parameters[parameter], self._elems[parameter]
+    def any_had(self, parameter: int, step: int) -> bool:
+        """Whether any rank had a gradient; raises if the ranks do not agree."""
+        info, elems = self._parameters[parameter], self.elems[parameter]
         total = self._sum_of(parameter)
-        if self._had_all(self.flags[parameter], step, total[elems:]):
-            self._compare(parameter, total[:elems])
-            return True
-        with_gradient, changed, *digests = (round(mark) for mark in total[elems:].tolist())
-        if 0 < changed < self._ranks:
-            raise TrainingLoopError(
-                f"{info.name} was changed by hand before step {step} on {changed} of"
-                f" {self._ranks} ranks; with architecture='ring' change it on every rank alike"
-            )
-        if digests != [self._ranks * bit for bit in self._digest(self.flags[parameter], step)]:
-            raise self._settings.describe_difference(step)
-        if with_gradient:
-            self._compare(parameter, total[:elems])
-        return bool(with_gradient)
+        if not self._had_all(self.flags[parameter], step, total[elems:]):
+            with_gradient, changed, *digests = (round(mark) for mark in total[elems:].tolist())
+            if 0 < changed < self._ranks:
+                raise TrainingLoopError(
+                    f"{info.name} was changed by hand before step {step} on {changed} of"
+                    f" {self._ranks} ranks; with architecture='ring' change it on every rank alike"
+                )
+            if digests != [self._ranks * bit for bit in self._digest(self.flags[parameter], step)]:
+                raise self._settings.describe_difference(step)
+            if not with_gradient:
+                return False
+        self._compare(parameter, total[:elems])
+        return True
 
     def _had_all(self, flags: int, step: int, marks: torch.Tensor) -> bool:
         """Whether all ranks had a gradient, and agree: mostly so, and told by one comparison."""
         if not self._is_on_host:
             return False
         flags &= ~(Flag.NO_GRADIENT | Flag.VALUE_CHANGED)
-        wanted = self._marks_of(flags, step, marks) * self._ranks
-        return torch.equal(marks, wanted.expand_as(marks))
+        return torch.equal(marks, self._marks_of(flags, step, marks) * self._ranks)
 
     def _compare(self, parameter: int, total: torch.Tensor) -> None:
-        if self._same_batch is not None and parameter == self._compared:
+        if self._same_batch is not None and parameter == self._compared.parameter:
             # if all have the same batch, the sum is this rank's gradient added up for each of them
-            own = self._own[: len(total)]
+            _, start, stop = self._compared
+            own, total = self._own[start:stop], total[start:stop]
             same = add_up([own.clone(), *[own] * (self._ranks - 1)], total.dtype)
             self._same_batch.look(0, [same, total], many=self._ranks)
             if not self._same_batch.watching:
@@ -367,7 +303,7 @@ class GradientSums:
     def aggregated(self, parameter: int) -> torch.Tensor:
         """The aggregated gradient of the parameter's last update, flat. Training thread."""
         info = self._parameters[parameter]
-        total = self._sum_of(parameter)[: self._elems[parameter]]
+        total = self._sum_of(parameter)[: self.elems[parameter]]
         if total.dtype == torch.float32 or total.dtype == torch.float64:
             return total  # finished in place
         total = total.float()
@@ -376,6 +312,16 @@ class GradientSums:
 
     def _reduction(self, info: ParameterInfo) -> Reduction:
         return self._aggregation.reduction_of(sparse=info.sparse)
+
+
+def _first_of_several(infos: Sequence[ParameterInfo], packs: Packs) -> Piece:
+    """Where the first parameter of several elements is, in what it is summed with."""
+    for number, info in enumerate(infos):
+        if info.elems > 1:
+            pack = next((pack for pack in packs if number in pack), (number,))
+            start = sum(infos[before].elems for before in pack if before < number)
+            return Piece(pack[0], start, start + info.elems)
+    return Piece(-1, 0, 0)
 
 
 def _sum_dtype(dtype: str, wire_dtype: str) -> torch.dtype:
@@ -581,7 +527,7 @@ class RingUpdates:
 
     def update(self, parameter: int, step: int) -> None:
         if self._sums.lands:
-            if self._sums.has_landed(parameter, step):
+            if self._sums.any_had(parameter, step):
                 self._updater.shown(parameter)
             return
         gradient = self._gradients.pop(parameter, None)
