@@ -175,7 +175,7 @@ class Pack:
         if self._is_kept(part):
             return True
         has_left = self._left_serial == part.serial and part.place not in self._added
-        return has_left and self._engine.is_complete(self._number)
+        return has_left and (bool(self._had) or self._engine.is_complete(self._number))
 
     def _is_kept(self, part: Averages) -> bool:
         """Whether what has landed last is not the part's average."""
