@@ -327,9 +327,11 @@ class RingEngine:
             self._work.notify_all()
 
     # Deciding and doing.
-    def _dispatch(self, *events: object) -> None:
+    def _dispatch(self, *events: object, takes: int = 0) -> None:
+        # so many of the instructions the caller takes itself, which need wake nobody
         self.progress.raise_if_failed()
         with self._work:
+            before = len(self._todo)
             instructions = [each for event in events for each in self._machine.handle(event)]
             together: list[MeasureParameter | UpdateParameter] = []
             left_elems = 0
@@ -339,18 +341,17 @@ class RingEngine:
                     if not together or elems > left_elems:  # what is small one thread carries out
                         together, left_elems = [], self._config.chunk_elems
                         self._todo.append(together)
-                        self._work.notify()
                     together.append(instruction)
                     left_elems -= elems
                 elif isinstance(instruction, ReduceChunk):
                     self._due.append(instruction)
                     self._todo.append(None)
-                    self._work.notify()
                 elif isinstance(instruction, UseNorm):
                     self._updates.use_norm(instruction.norm)
                     self._norms.note(instruction.step, instruction.norm)
                 elif isinstance(instruction, Finish):
                     self._finished.set()
+            self._work.notify(max(0, len(self._todo) - before - takes))
         for instruction in instructions:
             if isinstance(instruction, SendNormPart) and self._send_sum is not None:
                 self._send_sum(instruction.step, instruction.part)
@@ -390,7 +391,7 @@ class RingEngine:
                 part = self._updates.measure(*each)
                 done.append(ParameterMeasured(each.parameter, part))
         self._device.finish()
-        self._dispatch(*done)
+        self._dispatch(*done, takes=1)
         return True
 
     def _reduce_next(self) -> bool:
@@ -425,7 +426,7 @@ class RingEngine:
                     slice_=number,
                     size_bytes=self.sums.size_bytes(piece),
                 )
-        self._dispatch(ChunkReduced(number))
+        self._dispatch(ChunkReduced(number), takes=1)
         return True
 
     # Waiting and failing: what this rank reports, and publishes for the others' reports.
