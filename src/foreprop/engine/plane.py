@@ -130,23 +130,15 @@ class Plane:
         try:
             yield native
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        with self._changed:
-            self._calls -= 1
-            if self._native is None:  # who closes it waits for this
-                self._changed.notify_all()
+            with self._changed:
+                self._calls -= 1
+                if self._native is None:  # who closes it waits for this
+                    self._changed.notify_all()
 
     def _ask(self, what: str, *about: Any, otherwise: Any = None) -> Any:
         """What the library says to this; ``otherwise`` if the plane has been closed."""
-        with self._changed:  # as `native`, for less: this is called often
-            native = self._native
-            self._calls += 1
-        try:
+        with self.native() as native:
             return otherwise if native is None else getattr(self._library, what)(native, *about)
-        finally:
-            self._leave()
 
     def close(self) -> None:
         """All connections must have been closed, or are now. Waits for who is in a call."""
