@@ -242,11 +242,10 @@ class GradientSums:
         info = self._parameters[parameter]
         room = self.device.flat(self._memory[parameter].landing_bytes(), DTYPES[info.dtype])
         summed, average = self._sum_of(parameter)[start:stop], room[start:stop]
-        if summed.dtype != average.dtype:
+        if summed.dtype == average.dtype:
+            self._finish(average.copy_(summed), info, step)
+        else:
             average.copy_(self._finished(summed, info, step))
-            return
-        average.copy_(summed)
-        self._finish(average, info, step)
 
     def maybe_aggregate(self, parameter: int, step: int) -> torch.Tensor | None:
         """The aggregated gradient, flat, if any rank had one; raises if the ranks do not agree."""
