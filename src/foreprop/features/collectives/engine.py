@@ -157,8 +157,7 @@ class RingEngine:
     ) -> None:
         config = setup.config
         self.parameters = setup.infos
-        self._group, self._board, self._device = group, group.board, device
-        self._config = config
+        self._group, self._board, self._device, self._config = group, group.board, device, config
         self._aggregation = setup.aggregation
         self._send_sum = setup.send_sum
         self._trace = trace = setup.make_trace(session_id)

@@ -68,6 +68,7 @@ class DeviceWork:
     """
 
     device = torch.device("cpu")  # where gradients are summed
+    on_host = True
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         devices = {parameter.device for parameter in parameters}
@@ -100,6 +101,8 @@ class DeviceWork:
 
 class GpuWork(DeviceWork):
     """The same where gradients are summed on a GPU; they are given as tensors of bytes."""
+
+    on_host = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

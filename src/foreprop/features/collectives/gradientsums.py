@@ -137,18 +137,16 @@ class GradientSums:
         self.packs = setup.packs(config.chunk_elems)
         self.elems = packed_elems([info.elems for info in parameters], self.packs)
         """How much is summed under each parameter's number."""
-        self._is_on_host = device.device.type == "cpu"
         is_plain = not config.codecs and not setup.aggregation.needs_norm
-        self.lands = setup.by_workers and self._is_on_host and is_plain
+        self.lands = setup.by_workers and self.device.on_host and is_plain
         """Whether averages land chunk by chunk, which a sum has just brought into the cache."""
         self.chunks = cut_chunks(self.elems, config.chunk_elems, kinds=self._dtypes)
-        # Parameters that share chunks have their sums one behind the other, so that a chunk, too,
-        # is a view.
+        # Parameters that share a chunk have their sums side by side, so a chunk, too, is a view.
         self._sums: dict[int, torch.Tensor] = {}
         self._families = _families(self.chunks)
         # One parameter's gradients tell whether all ranks have the same batch; not on a device,
         # which would have to wait for the answer.
-        compares = group.rank == 0 and group.size > 1 and self._is_on_host
+        compares = group.rank == 0 and group.size > 1 and self.device.on_host
         self._same_batch = SameBatch("rank 0") if compares else None
         self._compared = _first_of_several(parameters, self.packs)
         self._own = torch.empty(0)
@@ -220,7 +218,7 @@ class GradientSums:
             told = not flags & Flag.NO_GRADIENT, bool(flags & Flag.VALUE_CHANGED)
             values = (*told, *self._digest(flags, step))
             marks = torch.tensor(values, dtype=total.dtype, device=total.device)
-            if self._is_on_host:
+            if self.device.on_host:
                 self._marks[key] = marks
         return marks
 
@@ -274,7 +272,7 @@ class GradientSums:
 
     def _had_all(self, flags: int, step: int, marks: torch.Tensor) -> bool:
         """Whether all ranks had a gradient, and agree: mostly so, and told by one comparison."""
-        if not self._is_on_host:
+        if not self.device.on_host:
             return False
         flags &= ~(Flag.NO_GRADIENT | Flag.VALUE_CHANGED)
         return torch.equal(marks, self._marks_of(flags, step, marks) * self._ranks)
