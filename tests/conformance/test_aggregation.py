@@ -240,3 +240,25 @@ def test_ranks_that_disagree_are_told_both_values(setting: dict[str, Any]) -> No
     default = getattr(Config(), name)
     with pytest.raises(HandshakeError, match=rf"aggregation\.{name}: .*{default!r}.*{value!r}"):
         run_cluster(2, work)
+
+
+@servers_only
+@pytest.mark.parametrize("local_size", [1, 2])
+def test_servers_tell_the_norm_between_machines_only(local_size: int) -> None:
+    """Within one there is no link to hide averages behind; the bits are the same."""
+
+    def work(world: World) -> tuple[bool, Values]:
+        model, optimizer = build_seeded(with_sgd())
+        with foreprop.parallelize(model, optimizer, world=world) as session:
+            for x, y in batches_of(2, count=20)[world.rank]:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+            told = session._training.backends.measures_norm
+            return told, [{name: p.detach().clone() for name, p in model.named_parameters()}]
+
+    (told, values), _ = run_cluster(2, work, local_size=local_size)
+    assert told == (local_size == 1)
+    (_, elsewhere), _ = run_cluster(2, work, local_size=3 - local_size)
+    check_same_bits(values[0], elsewhere[0])
