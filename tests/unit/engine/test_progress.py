@@ -69,9 +69,15 @@ def test_counts_what_was_waited_by_parameter() -> None:
         done.append(1)
         waiting.parameter_complete(CompleteParameter(1, 7))
 
+    later = threading.Timer(0.05, complete)
+
+    def is_done() -> bool:
+        if later.ident is None:  # once it is waited for
+            later.start()
+        return bool(done)
+
     began_s = time.monotonic()
-    threading.Timer(0.05, complete).start()
-    waiting.wait_for_parameter(1, 7, lambda: bool(done), lambda: "bias", lambda: None)
+    waiting.wait_for_parameter(1, 7, is_done, lambda: "bias", lambda: None)
     counters = waiting.counters
     assert counters.waits == 1
     assert 0.04 < counters.waited_s <= time.monotonic() - began_s
