@@ -81,10 +81,6 @@ class Pack:
     def answered(self) -> None:
         self._answered = True
 
-    def land(self, averages: torch.Tensor) -> None:
-        self._answered = True
-        self._landed.copy_(averages)
-
     # The start.
     def before_offering(self, part: Averages) -> None:
         with torch.no_grad():

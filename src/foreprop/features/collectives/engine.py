@@ -158,7 +158,8 @@ class RingEngine:
         config = setup.config
         self.parameters = setup.infos
         self._group, self._board, self._device, self._config = group, group.board, device, config
-        self._aggregation = setup.aggregation
+        aggregation = setup.aggregation
+        self._needs_norm = aggregation.needs_norm and not setup.by_workers  # they take it
         self._send_sum = setup.send_sum
         self._trace = trace = setup.make_trace(session_id)
         names = [info.name for info in setup.infos]
@@ -177,7 +178,7 @@ class RingEngine:
             self.sums = GradientSums(setup, self.settings, group, device)
         self.chunks = self.sums.chunks
         self._sizes_bytes = self.sums.chunk_sizes_bytes()
-        self._updates = RingUpdates(self.sums, updater, self._aggregation)
+        self._updates = RingUpdates(self.sums, updater, aggregation)
         self.ordering = Ordering(
             group, self.progress.raise_if_failed, self.chunks, self._sizes_bytes, len(names)
         )
@@ -186,7 +187,7 @@ class RingEngine:
             parameters=len(names),
             in_flight=most_collectives(config.chunks_in_flight),
             in_flight_elems=config.chunks_in_flight * config.chunk_elems,
-            needs_norm=self._aggregation.needs_norm,
+            needs_norm=self._needs_norm,
             shares_norm=self._send_sum is not None,
         )
         self.is_complete = self._machine.is_complete
@@ -253,7 +254,7 @@ class RingEngine:
 
     def grad_norm(self, step: int) -> float | None:
         """The global norm of the step's gradients, once it is known; None if none is needed."""
-        if not self._aggregation.needs_norm:
+        if not self._needs_norm:
             return None
         self.progress.raise_if_failed()
         return self._norms.of(step) if self.chunks else 0.0

@@ -137,8 +137,7 @@ class GradientSums:
         self.packs = setup.packs(config.chunk_elems)
         self.elems = packed_elems([info.elems for info in parameters], self.packs)
         """How much is summed under each parameter's number."""
-        is_plain = not config.codecs and not setup.aggregation.needs_norm
-        self.lands = setup.by_workers and self.device.on_host and is_plain
+        self.lands = setup.by_workers and self.device.on_host and not config.codecs
         """Whether averages land chunk by chunk, which a sum has just brought into the cache."""
         self.chunks = cut_chunks(self.elems, config.chunk_elems, kinds=self._dtypes)
         # Parameters that share a chunk have their sums side by side, so a chunk, too, is a view.
@@ -527,11 +526,12 @@ class RingUpdates:
             if self._sums.any_had(parameter, step):
                 self._updater.shown(parameter)
             return
-        gradient = self._gradients.pop(parameter, None)
-        if not self._aggregation.needs_norm:
+        if parameter in self._gradients:
+            gradient = self._gradients.pop(parameter)
+            if gradient is not None:
+                self._sums.device.keep(gradient)
+        else:
             gradient = self._sums.maybe_aggregate(parameter, step)
-        elif gradient is not None:
-            self._sums.device.keep(gradient)
         if self._sums.flags[parameter] & Flag.GRADIENT:
             if gradient is not None:
                 self._updater.show(parameter, gradient)
