@@ -46,7 +46,7 @@ def test_one_processor_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_prints_a_table() -> None:
     options = ["--slice-kb", "0.4", "--servers", "1", "--slices", "45", "--rounds", "1"]
-    options.append("--encrypted")
+    options += ["--encrypted", "--compression", "int8"]
     result = CliRunner().invoke(app, ["bench", "trainer", *options])
     assert result.exit_code == 0, result.output
     assert "45 slices per step, medians of 1 rounds" in result.output

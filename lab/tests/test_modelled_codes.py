@@ -46,7 +46,10 @@ def two_layers() -> nn.Module:
 
 
 def frames_of_a_session(monkeypatch: pytest.MonkeyPatch, local_size: int, **settings: Any) -> Sent:
-    """Of all its processes, from the second step on: the first answers are values."""
+    """Of all its processes, from the second step on: the first answers are values.
+
+    On the Python plane, for the native one's frames pass nothing of Python's.
+    """
     sent: Sent = Counter()
     send = Connection.send
 
@@ -59,7 +62,8 @@ def frames_of_a_session(monkeypatch: pytest.MonkeyPatch, local_size: int, **sett
 
     monkeypatch.setattr(Connection, "send", record)
     by_rank = batches_of(2 * local_size, count=STEPS)
-    run_foreprop(with_sgd(two_layers), train_classifier, by_rank, local_size=local_size, **settings)
+    settings |= {"local_size": local_size, "plane": "python"}
+    run_foreprop(with_sgd(two_layers), train_classifier, by_rank, **settings)
     return sent
 
 

@@ -32,7 +32,12 @@ from foreprop_lab.setting.links import (
     parse_link_rates,
 )
 from foreprop_lab.setting.records import read_records
-from foreprop_lab.setting.unevenness import StepLengths, Unevenness, parse_step_lengths
+from foreprop_lab.setting.unevenness import (
+    StepLengths,
+    Unevenness,
+    parse_staleness,
+    parse_step_lengths,
+)
 from foreprop_lab.simulate.run import simulate_lab, simulate_system
 from foreprop_lab.simulate.setting import SimulatedSetting
 
@@ -379,3 +384,11 @@ def test_the_command_says_what_came_from_the_environment(
     assert record.environment == {"push_window_bytes": 3_000_000}
     assert isinstance(record.uneven, dict)
     assert record.uneven["slowdown"] == 0.5
+
+
+def test_the_staleness_that_is_typed() -> None:
+    assert [parse_staleness("staleness", text) for text in ("0", " 4", "async")] == [0, 4, "async"]
+    for text in ("-1", "1.5", "", "none"):
+        with pytest.raises(ConfigError) as raised:
+            parse_staleness("staleness", text)
+        assert f"staleness is {text!r}; it must be a number of steps from 0" in str(raised.value)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import foreprop
 from foreprop.core.codec import Place
+from foreprop.engine.native import maybe_library
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError
 from foreprop.features.compression.codecs import make, maybe_for_averages
@@ -192,23 +193,37 @@ def has_a_scaler(model: Any, optimizer: Any, rank: int) -> None:
         scaler.update()
 
 
-LOOPS: list[Callable[[Any, Any, int], None]]
+def clips(model: Any, optimizer: Any, rank: int) -> None:
+    """Servers may tell the norm of what workers will have."""
+    for batch in drawn(rank, 12):
+        optimizer.zero_grad()
+        model(batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 3.0)
+        optimizer.step()
+
+
+Loop = Callable[[Any, Any, int], None]
+LOOPS: list[Loop]
 LOOPS = [one_step_each, skips_and_accumulates, accumulates_what_was_read, has_a_scaler]
 
 
 def trained(
     codec: str | None,
-    loop: Callable[[Any, Any, int], None],
+    loop: Loop,
     *,
     ranks: int = 2,
     local_size: int = 1,
+    planes: Sequence[str] | None = None,
     **about: Any,
 ) -> list[tuple[dict[str, torch.Tensor], Mapping[str, Any]]]:
-    """By rank: values, and what has been kept back."""
+    """By rank: values, and what has been kept back; ``planes``: by rank, of as many."""
+    ranks = ranks if planes is None else len(planes)
 
     def work(world: World) -> Any:
         model, optimizer = build_seeded(with_sgd(Weighed, lr=1.0, momentum=0.0))
         about_it: Any = {"world": world, "compression": codec, **_WORKERS, **about}
+        if planes is not None:
+            about_it["plane"] = planes[world.rank]
         with foreprop.parallelize(model, optimizer, **about_it) as session:
             loop(model, optimizer, world.rank)
             return values_of(model), session.state_dict()["residuals"]
@@ -216,7 +231,7 @@ def trained(
     return run_cluster(ranks, work, local_size=local_size)
 
 
-def check_nothing_is_lost(codec: str, loop: Callable[[Any, Any, int], None], **about: Any) -> None:
+def check_nothing_is_lost(codec: str, loop: Loop, **about: Any) -> None:
     """Of all that counted, only what is kept back is not in the values."""
     exact = trained(None, loop, **about)[0][0]
     found = trained(codec, loop, **about)
@@ -231,13 +246,29 @@ def check_nothing_is_lost(codec: str, loop: Callable[[Any, Any, int], None], **a
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("codec", WITH_FEEDBACK)
-def test_nothing_is_lost(codec: str, loop: Callable[[Any, Any, int], None]) -> None:
+def test_nothing_is_lost(codec: str, loop: Loop) -> None:
     check_nothing_is_lost(codec, loop)
+
+
+@pytest.mark.skipif(maybe_library() is None, reason="the plane was not built")
+@pytest.mark.parametrize("loop", [*LOOPS, clips])
+@pytest.mark.parametrize("codec", ["int8", *long_cases("int4", "bf16", "fp16")])
+def test_either_plane_has_the_same_bits(codec: str, loop: Loop) -> None:
+    """And so have both in one session: values, and what is kept back."""
+    wanted = trained(codec, loop, planes=["python", "python", "python"])
+    for planes in (["native"] * 3, ["native", "python", "native"], ["python", "native", "python"]):
+        found = trained(codec, loop, planes=planes)
+        for (ours, kept), (theirs, their_kept) in zip(found, wanted, strict=True):
+            check_same_bits(ours, theirs)
+            assert kept.keys() == their_kept.keys()
+            assert bool(kept) == (codec in WITH_FEEDBACK or codec == "int4")
+            for name, arrays in kept.items():
+                check_same_bits(arrays, their_kept[name])
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("codec", ["int8", *long_cases("topk:0.2", "int2")])
-def test_nothing_is_lost_by_relays(codec: str, loop: Callable[[Any, Any, int], None]) -> None:
+def test_nothing_is_lost_by_relays(codec: str, loop: Loop) -> None:
     check_nothing_is_lost(codec, loop, ranks=3, local_size=2)
 
 

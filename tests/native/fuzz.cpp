@@ -21,7 +21,8 @@ class Stream {
         const int server = kind == Kind::push ? own : peer;
         const auto number = static_cast<std::uint32_t>(below(sizes) * ranks) +
                             static_cast<std::uint32_t>(server);
-        const std::size_t size = setting.slices[number].size_bytes;
+        const Piece& piece = setting.slices[number];
+        const std::size_t size = one_in(4) ? piece.size_bytes : piece.usual_bytes();
         const bool bare = setting.reply != Reply::broadcast && one_in(3);
         if (bare) kind = kind == Kind::push ? Kind::pull : Kind::notify;
         const bool empty = bare || one_in(8);
@@ -169,7 +170,8 @@ bool settle(Plane& plane, const PlaneSetting& setting, Step step, Stream& draw) 
 // gradient's memory goes as soon as the plane says that it may, which a sanitizer would see.
 int run_world(Stream& draw) {
     const auto reply = static_cast<Reply>(draw.below(3));
-    const PlaneSetting setting = setting_of(own, ranks, reply);
+    const PlaneSetting setting =
+        setting_of(own, ranks, reply, random() % 2 ? Codec::int8 : Codec::int4);
     std::vector<Bytes> gradients(sizes), results(sizes);
     Plane plane(setting);
     for (Step step = 1; step <= 8; ++step) {

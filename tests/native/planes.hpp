@@ -21,9 +21,10 @@ constexpr int sizes = 5;
 
 // Slices of 24 bytes to 300 kB: small ones that leave together, and those that do not fit a socket.
 // Each server has one of each size and type; a parameter has one slice at every server. That of
-// `cast` is in float32, and in half precision on the wire.
-constexpr int cast = 2;
-inline PlaneSetting setting_of(int rank, int ranks, Reply reply = Reply::broadcast) {
+// `cast` is in float32, and in half precision on the wire; that of `coded` has a codec.
+constexpr int cast = 2, coded = 4;
+inline PlaneSetting setting_of(int rank, int ranks, Reply reply = Reply::broadcast,
+                               Codec codec = Codec::bf16) {
     PlaneSetting made{};
     made.rank = rank;
     made.workers = ranks;
@@ -44,7 +45,9 @@ inline PlaneSetting setting_of(int rank, int ranks, Reply reply = Reply::broadca
         const std::size_t whole = parameter == cast ? elems * sizeof(float) : size;
         for (int server = 0; server < ranks; ++server) {
             const std::size_t start = static_cast<std::size_t>(server) * whole;
-            made.slices.push_back({parameter, server, start, whole, size, dtype, true, {{0, size}}});
+            const Codec own = parameter == coded ? codec : Codec::none;
+            made.slices.push_back(
+                {parameter, server, start, whole, size, dtype, true, own, {{0, size}}});
             if (reply == Reply::broadcast)
                 made.window_sizes_bytes.push_back(static_cast<std::int64_t>(size));
         }
@@ -57,13 +60,27 @@ inline std::size_t bytes_of(const PlaneSetting& setting, int parameter) {
         if (each.parameter == parameter) size = std::max(size, each.start_bytes + each.whole_bytes);
     return size;
 }
-// What is left of a gradient where it has been in half precision.
+inline void require(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "not so: %s\n", what);
+    std::abort();
+}
+
+// What is left of a gradient where it has been in half precision, or a code.
 inline Bytes after_travel(const PlaneSetting& setting, int parameter, Bytes gradient) {
     for (const Piece& each : setting.slices) {
-        if (each.parameter != parameter || !each.is_cast()) continue;
-        Bytes narrow(each.size_bytes);
-        each.narrow(gradient.data() + each.start_bytes, narrow.data());
-        each.widen(narrow.data(), gradient.data() + each.start_bytes);
+        const bool is_coded = each.codec != Codec::none;
+        if (each.parameter != parameter || !(each.is_cast() || is_coded)) continue;
+        Bytes narrow(each.usual_bytes());
+        std::uint8_t* own = gradient.data() + each.start_bytes;
+        auto* values = reinterpret_cast<float*>(own);
+        if (is_coded) {
+            encode(each.codec, values, nullptr, each.elems(), narrow.data());
+            require(decode(each.codec, narrow.data(), each.elems(), values), "a code is one");
+        } else {
+            each.narrow(own, narrow.data());
+            each.widen(narrow.data(), own);
+        }
     }
     return gradient;
 }
@@ -81,11 +98,5 @@ struct Pair {
         if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends)) std::abort();
     }
 };
-
-inline void require(bool holds, const char* what) {
-    if (holds) return;
-    std::fprintf(stderr, "not so: %s\n", what);
-    std::abort();
-}
 
 }  // namespace testing

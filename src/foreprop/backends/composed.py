@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foreprop.backends.processes import RelayTask, ServerTask
@@ -22,14 +23,7 @@ from foreprop.core.sendqueue import turns_of
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
-from foreprop.engine.calls import (
-    Blobs,
-    Goodbyes,
-    States,
-    Statuses,
-    TrainableNotices,
-    Waits,
-)
+from foreprop.engine.calls import Blobs, Goodbyes, States, Statuses, TrainableNotices, Waits
 from foreprop.engine.connection import Collecting, Connection, Later, Receivers, Service
 from foreprop.engine.executor import Executor, Host, Payload, Pipeline
 from foreprop.engine.hyperparameters import AnnouncedNumbers
@@ -177,7 +171,8 @@ class _Composition:
         thread_name = f"foreprop-server{host.index}-send"
         self._executor = Executor(self._machine.handle, host, peers, connections, thread_name)
         newcomers = None if counting is None else counting.newcomers
-        self._settings = AnnouncedNumbers(manifest, self._executor, newcomers=newcomers)
+        numbers = partial(AnnouncedNumbers, newcomers=newcomers, pass_on=self._tell_scale)
+        self._settings = numbers(manifest, self._executor)
         codes = self._maybe_codes(slices, host.index)
         if counting_rule is not None:
             self._store = counting_rule.make_store(codes)
@@ -189,7 +184,7 @@ class _Composition:
         self._slices = self._make_slices(names, host.index)
         self._frames: Service = self._slices
         self._codecs: ReplyCodecs | None = None
-        if codes is not None:
+        if codes is not None and plane is None:
             from foreprop.features.compression.replycodecs import ReplyCodecs
 
             about_codecs = (self._slices, self._executor, self._store, codes)
@@ -209,6 +204,12 @@ class _Composition:
         )
         replies = self._updates.payload_of if counting_rule is None else counting_rule.payload_of
         self._executor.use(self._pipeline(replies))
+
+    def _tell_scale(self, header: Header, _: memoryview) -> None:
+        """Tell the plane of the loss's scale, as it has come from rank 0."""
+        if self._plane is not None:
+            step, scale = header.step, self._settings.scale_at(header.step)
+            self._plane.tell_scale(self._executor.host.index, step, scale)
 
     def _make_slices(self, names: Sequence[str], index: int) -> Slices:
         about = (self._machine, self._executor, self._store, names)
@@ -309,7 +310,8 @@ class _Composition:
             return None
         from foreprop.features.compression.images import CodedSlices
 
-        return CodedSlices(self._manifest, slices, index, self._settings.scale_at)
+        scale_at = self._settings.scale_at
+        return CodedSlices(self._manifest, slices, index, scale_at, self._plane)
 
     def _maybe_counting(self, slices: Sequence[Slice], index: int) -> Counting | None:
         if not self._manifest.knobs.counts_some:

@@ -139,9 +139,7 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "check stale": Feature("check_stale"),
     "elastic beside": Feature(
-        "elastic",
-        test=_is_elastic_beside,
-        shown="`elastic=True`, without `dedicated_servers`",
+        "elastic", test=_is_elastic_beside, shown="`elastic=True`, without `dedicated_servers`"
     ),
     "elastic node's servers": Feature(
         "servers_per_node",
@@ -193,6 +191,10 @@ _COUNTED = "elastic, backup, replay"
 _ANY_STALE = "staleness, late"
 _SERVED = "use architecture='p2p' or 'ps'"
 _LEAVE_OUT = "leave out one of them"
+_ADDED_UP = (
+    "collectives add up codes on their way, which takes bf16 or fp16 for all parameters, or"
+    " randomk, whose elements all ranks draw alike"
+)
 _OWN_HOOKS = "clip each rank's own gradients in hooks (Tensor.register_hook)"
 
 REFUSED: tuple[Refused, ...] = (
@@ -221,19 +223,9 @@ REFUSED: tuple[Refused, ...] = (
         "leave local_aggregation out, or use servers",
     ),
     _refused("ring", "rows", "a ring has no servers to hold rows", "use architecture='hybrid'"),
+    _refused("ring", "unsummed codecs", _ADDED_UP, _SERVED),
     _refused(
-        "ring",
-        "unsummed codecs",
-        "collectives add up codes on their way, which takes bf16 or fp16 for all parameters, or"
-        " randomk, whose elements all ranks draw alike",
-        _SERVED,
-    ),
-    _refused(
-        "hybrid",
-        "unsummed lossy codecs",
-        "collectives add up codes on their way, which takes bf16 or fp16 for all parameters, or"
-        " randomk, whose elements all ranks draw alike; of a table's rows lossless",
-        _SERVED,
+        "hybrid", "unsummed lossy codecs", f"{_ADDED_UP}; of a table's rows lossless", _SERVED
     ),
     _refused(
         "codecs",
@@ -402,10 +394,7 @@ REFUSED: tuple[Refused, ...] = (
         "leave out the other one while you look for readers",
     ),
     _refused(
-        "one lane",
-        "fifo",
-        "one lane goes by priority",
-        "set order='priority', or leave lanes out",
+        "one lane", "fifo", "one lane goes by priority", "set order='priority', or leave lanes out"
     ),
 )
 """The table, to be read from above: the first row that refuses a pair says why."""

@@ -28,13 +28,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, Self, TypeVar
 
-from foreprop.core.closing import (
-    AllMembers,
-    ClosingRule,
-    States,
-    check_owed_nothing,
-    first_failure,
-)
+from foreprop.core.closing import AllMembers, ClosingRule, States, check_owed_nothing, first_failure
 from foreprop.core.collect import AnswerSlice, SliceState, UpdateSlice
 from foreprop.core.frames import FailSession, Peers, PullArrived, PushArrived
 from foreprop.core.wire import Flag
@@ -42,17 +36,6 @@ from foreprop.errors import ConfigError, InternalError, RemoteProtocolError
 
 Staleness = int | Literal["async"]
 ASYNC: Staleness = "async"
-
-
-def parse_staleness(name: str, text: str) -> Staleness:
-    """The staleness in ``0``, ``4`` or ``async``; raises a `ConfigError` about ``name``."""
-    if text.strip() == ASYNC:
-        return ASYNC
-    if not text.strip().isdecimal():
-        raise ConfigError(
-            f"{name} is {text!r}; it must be a number of steps from 0, or {ASYNC!r} for no bound"
-        )
-    return int(text)
 
 
 def most_steps_apart(staleness: Staleness) -> float:

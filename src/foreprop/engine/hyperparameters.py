@@ -39,11 +39,7 @@ class HyperparameterHistory:
     """
 
     def __init__(
-        self,
-        ranks: Sequence[int],
-        *,
-        newcomers: Collection[int] | None = None,
-        apart: bool = False,
+        self, ranks: Sequence[int], *, newcomers: Collection[int] | None = None, apart: bool = False
     ) -> None:
         self.unlike: dict[int, str] = {}
         """Newcomers whose numbers differ from the others', and in what."""
@@ -138,10 +134,7 @@ def _are_alike(number: Number, other: Number) -> bool:
 
 
 class AnnouncedNumbers(BoundedService):
-    """Owns announcements of the optimizer's numbers.
-
-    ``pass_on`` is a relay's, and called with what its first worker says.
-    """
+    """Owns announcements of the optimizer's numbers; ``pass_on`` hears the first peer's, too."""
 
     kinds = frozenset({Kind.HYPERPARAMETERS})
     limit_bytes = _LIMIT_BYTES

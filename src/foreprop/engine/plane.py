@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from foreprop.config import Config
+from foreprop.core.codec import NONE, codec_of, takes
 from foreprop.core.frames import (
     GradientReady,
     NotifyArrived,
@@ -47,7 +48,7 @@ from foreprop.core.worker_machine import WorkerMachine
 from foreprop.engine import stream as streams
 from foreprop.engine.connection import Connection
 from foreprop.engine.memory import Copying, ParameterBytes
-from foreprop.engine.native import DTYPES, maybe_library
+from foreprop.engine.native import CODECS, DTYPES, maybe_library
 from foreprop.engine.progress import Counters
 from foreprop.engine.stream import SocketStream, Stream
 from foreprop.engine.trace import TraceRecorder
@@ -107,7 +108,7 @@ class Plane:
         self._copying: list[Copying | None] = [None] * len(manifest.parameters)
         self._descriptors: set[int] = set()
         self._sockets: set[socket.socket] = set()
-        numbers = np.array(_numbers(manifest, self.slices, config, rank, servers), dtype=np.int64)
+        numbers = np.array(_numbers(manifest, config, rank, servers), dtype=np.int64)
         names = b"".join(info.name.encode() + b"\0" for info in manifest.parameters)
         self._native: int | None = library.fp_new(numbers.ctypes.data, names)
         if self._native is None:
@@ -135,7 +136,7 @@ class Plane:
                 if self._native is None:  # who closes it waits for this
                     self._changed.notify_all()
 
-    def _ask(self, what: str, *about: Any, otherwise: Any = None) -> Any:
+    def ask(self, what: str, *about: Any, otherwise: Any = None) -> Any:
         """What the library says to this; ``otherwise`` if the plane has been closed."""
         with self.native() as native:
             return otherwise if native is None else getattr(self._library, what)(native, *about)
@@ -244,26 +245,26 @@ class Plane:
     ) -> None:
         """Have another frame of the worker's leave in its turn. Any thread."""
         about = (server, int(kind), step, slice_, priority, flags)
-        self._ask("fp_message", *about, _address(memoryview(data)), len(data))
+        self.ask("fp_message", *about, _address(memoryview(data)), len(data))
 
     def await_values(self, step: int, rooms: Sequence[memoryview]) -> None:
         addresses = (ctypes.c_void_p * len(rooms))(*map(_address, rooms))
-        self._ask("fp_await_values", step, addresses)
+        self.ask("fp_await_values", step, addresses)
 
     def pulls_due(self) -> None:
-        self._ask("fp_pulls_due")
+        self.ask("fp_pulls_due")
 
     def learn(self, order: Sequence[int]) -> None:
         numbers = (ctypes.c_int * len(order))(*order)
-        if self._ask("fp_learn", numbers, len(order)):
+        if self.ask("fp_learn", numbers, len(order)):
             raise LocalProtocolError(self._refused())
 
     def is_complete(self, parameter: int) -> bool:
-        return bool(self._ask("fp_complete", parameter))
+        return bool(self.ask("fp_complete", parameter))
 
     def is_answered(self, parameter: int) -> bool:
         """Whether any of it has come with values."""
-        return bool(self._ask("fp_answered", parameter))
+        return bool(self.ask("fp_answered", parameter))
 
     def wait(self, parameter: int, timeout_s: float) -> None:
         """Return when it is complete, somebody rings, or it is time to look for signals.
@@ -272,11 +273,11 @@ class Plane:
         """
         if (copying := self._copying[parameter]) is not None:
             copying.check()
-        self._ask("fp_wait", parameter, min(_MOST_WAIT_MS, max(1, int(timeout_s * 1000))))
+        self.ask("fp_wait", parameter, min(_MOST_WAIT_MS, max(1, int(timeout_s * 1000))))
 
     def ring(self) -> None:
         """Something has happened that whoever waits should look at."""
-        self._ask("fp_ring")
+        self.ask("fp_ring")
 
     def flush(self, timeout_s: float) -> None:
         """Return when all that was pushed has left, after a time, or when a device has failed."""
@@ -287,7 +288,7 @@ class Plane:
                 for check in checks:
                     check()
                 timeout_ms = min(_MOST_WAIT_MS, max(1, int(left_s * 1000)))
-                if self._ask("fp_flush", timeout_ms, otherwise=True):
+                if self.ask("fp_flush", timeout_ms, otherwise=True):
                     return
 
     # For reports.
@@ -295,11 +296,11 @@ class Plane:
         """Its slices that are not answered, and whether each has left; None: it is being copied."""
         most = len(self.slices)
         numbers, left = (ctypes.c_int * most)(), (ctypes.c_int * most)()
-        count = self._ask("fp_missing", parameter, numbers, left, most, otherwise=0)
+        count = self.ask("fp_missing", parameter, numbers, left, most, otherwise=0)
         return [(numbers[each], (False, True, None)[left[each]]) for each in range(count)]
 
     def step_of(self, parameter: int) -> int:
-        return int(self._ask("fp_step", parameter, otherwise=0))
+        return int(self.ask("fp_step", parameter, otherwise=0))
 
     def count(self, counters: Counters) -> None:
         numbers = self.statistics()
@@ -307,10 +308,18 @@ class Plane:
         counters.replies, counters.reply_bytes, counters.max_queue_depth = numbers[2:5]
 
     def statistics(self) -> list[int]:
-        """Pushes and their bytes, replies and theirs; the most queued, queued, awaited."""
-        seven = (ctypes.c_int64 * 7)()
-        self._ask("fp_statistics", seven)
-        return list(seven)
+        """Pushes and their bytes, replies and theirs; the most queued, queued, awaited.
+
+        The last two are the bytes of pushes and replies as they were without codecs.
+        """
+        nine = (ctypes.c_int64 * 9)()
+        self.ask("fp_statistics", nine)
+        return list(nine)
+
+    # Codecs; ``index`` is a server's, or ``WORKER``.
+    def tell_scale(self, index: int, step: int, scale: float) -> None:
+        """Have the loss's scale count from this step on: the worker's, or what rank 0 has told."""
+        self.ask("fp_tell_scale", index, step, scale)
 
     # Its servers'.
     def snapshot(self, index: int) -> list[tuple[int, int, Any, Any, dict[int, int]]]:
@@ -337,14 +346,14 @@ class Plane:
 
     def last_push(self, index: int, rank: int) -> tuple[int, int] | None:
         both = (ctypes.c_int64 * 2)(-1)
-        self._ask("fp_last_push", index, rank, both)
+        self.ask("fp_last_push", index, rank, both)
         return None if both[0] < 0 else (both[0], both[1])
 
     def peer_left(self, index: int, rank: int) -> None:
-        self._ask("fp_left", index, rank)
+        self.ask("fp_left", index, rank)
 
     def tell_begins(self, index: int) -> None:
-        self._ask("fp_tell_begins", index)
+        self.ask("fp_tell_begins", index)
 
     # What has happened to slices.
     def tell(self, index: int, told: Callable[[SliceSpan], None]) -> None:
@@ -397,18 +406,16 @@ class Plane:
 
     def same_batch(self, index: int) -> int:
         """How many steps all ranks have pushed the same of some slice; 0 once they have not."""
-        return int(self._ask("fp_same_batch", index, otherwise=0))
+        return int(self.ask("fp_same_batch", index, otherwise=0))
 
 
-def _numbers(
-    manifest: Manifest, slices: Sequence[Slice], config: Config, rank: int, servers: Sequence[int]
-) -> list[int]:
-    """A setting as `native/interface.cpp` reads it."""
+def _numbers(manifest: Manifest, config: Config, rank: int, servers: Sequence[int]) -> list[int]:
+    """The setting of a plane with the ``servers`` of these indices, as `fp_new` reads it."""
 
     def turns(rule: Turns) -> list[int]:
         return [rule.first, rule.at_once, rule.at_least, int(rule.in_order)]
 
-    knobs, workers = manifest.knobs, manifest.most_workers
+    knobs, workers, slices = manifest.knobs, manifest.most_workers, manifest.slices()
     known = sum(1 << kind for kind in Kind)
     checked = config.encryption is None and streams.load_checksum() is not None
     numbers = [rank, workers, len(manifest.parameters), known, int(checked)]
@@ -435,6 +442,9 @@ def _numbers(
         numbers += [piece.parameter, piece.server, piece.start_elems * own, piece.elems * own]
         numbers += [piece.elems * itemsize, DTYPES[wire_dtype]]
         numbers.append(int(reductions[piece.parameter] == "mean"))
+        info = manifest.parameters[piece.parameter]
+        codec = codec_of(info.name, knobs.compression)
+        numbers.append(CODECS[codec if takes(codec, info.shape) else NONE])
         places = manifest.places_of(piece)
         numbers.append(len(places))
         numbers += [edge * itemsize for place in places for edge in place]
@@ -460,7 +470,7 @@ class PlaneStream(SocketStream):
 
     def carry(self, peer: int) -> None:
         """Slices to and from this peer are the plane's from now on."""
-        self._plane._ask("fp_carry", self._number, peer)
+        self._plane.ask("fp_carry", self._number, peer)
 
     def adapt(self, most_bytes: int) -> None:
         """Adapt what the kernel may hold to the path, beginning with so much."""
@@ -468,7 +478,7 @@ class PlaneStream(SocketStream):
 
     def pace(self, egress: int, ingress: int, seconds_per_byte: float) -> bool:
         self._is_paced = True  # and leaves when the link is free: nothing is left to bound
-        self._plane._ask("fp_pace", self._number, egress, ingress, seconds_per_byte)
+        self._plane.ask("fp_pace", self._number, egress, ingress, seconds_per_byte)
         return True
 
     def bound(self, window_bytes: int) -> None:
@@ -479,11 +489,11 @@ class PlaneStream(SocketStream):
             self._set_bound(waits=True, most_bytes=0)
 
     def _set_bound(self, *, waits: bool, most_bytes: int) -> None:
-        self._plane._ask("fp_bound", self._number, waits, most_bytes)
+        self._plane.ask("fp_bound", self._number, waits, most_bytes)
 
     def send(self, header: bytes, payload: memoryview) -> None:
         about = (self._number, header, len(header), _address(payload), len(payload))
-        number = self._plane._ask("fp_write", *about, otherwise=errno.EPIPE)
+        number = self._plane.ask("fp_write", *about, otherwise=errno.EPIPE)
         if number:
             error = OSError(number, os.strerror(number))
             raise TransportError(f"cannot send to {self._peer}: {error}") from error

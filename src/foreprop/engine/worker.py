@@ -36,14 +36,7 @@ from foreprop.core.pushwindow import push_window
 from foreprop.core.sendqueue import turns_of
 from foreprop.core.wire import DAMAGE_BYTES, Damage, Flag, Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
-from foreprop.engine.connection import (
-    EMPTY,
-    Connection,
-    FailureReports,
-    Later,
-    Receivers,
-    exactly,
-)
+from foreprop.engine.connection import EMPTY, Connection, FailureReports, Later, Receivers, exactly
 from foreprop.engine.ending import GOODBYE_S, Ending, Losses
 from foreprop.engine.executor import Encode, Executor, Pipeline
 from foreprop.engine.memory import ParameterBytes, SliceMemory
@@ -118,7 +111,7 @@ class WorkerEngine:
         self._streams, self.index, self.trace = streams, rank, trace
         # for the trace, of steps that are even and odd: the next may begin before one has left
         self._queued_ns = [0] * len(names), [0] * len(names)
-        self._plane, self._memory = plane, memory
+        self.plane, self._memory = plane, memory
         self.lends = plane is not None
         """Whether gradients are read until their averages are here."""
         make = WorkerMachine if plane is None else partial(plane.make_worker, memory)
@@ -167,7 +160,7 @@ class WorkerEngine:
             dict(enumerate(self.connections)),
             "foreprop-send",
             undelivered=self._undelivered,
-            carry=None if self._plane is None else self._plane.message,
+            carry=None if self.plane is None else self.plane.message,
         )
         self.executor.doers[CompleteParameter] = self.progress.parameter_complete
         asked = {Kind.BLOB_REPLY, Kind.STATE_REPLY, Kind.STATUS_REPLY}
@@ -330,7 +323,7 @@ class WorkerEngine:
         """Block until the parameter's last reply is in; raises what went wrong meanwhile."""
         if self.progress.failed:
             self.progress.raise_if_failed()
-        plane = self._plane
+        plane = self.plane
         if not self.is_complete(parameter):
             self.start_step()
             self.progress.wait_for_parameter(
@@ -358,8 +351,8 @@ class WorkerEngine:
     @property
     def counters(self) -> Counters:
         """The totals since the start."""
-        if self._plane is not None:
-            self._plane.count(self._counters)
+        if self.plane is not None:
+            self.plane.count(self._counters)
         return self._counters
 
     @property
@@ -369,19 +362,19 @@ class WorkerEngine:
     @property
     def is_ahead(self) -> bool:
         """Whether much of what this worker has pushed is not answered: others may be behind."""
-        return self._plane is None and self.machine.awaited > len(self.slices) // _AHEAD_SHARE
+        return self.plane is None and self.machine.awaited > len(self.slices) // _AHEAD_SHARE
 
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:
         if self.progress.failed:
             self.progress.raise_if_failed()
         self.executor.dispatch(event)
-        if self._plane is None:
+        if self.plane is None:
             self._counters.max_queue_depth = self.machine.most_queued
 
     def _begin_closing(self) -> None:
-        if self._plane is not None:
-            self._plane.flush(self.config.step_timeout_s)
+        if self.plane is not None:
+            self.plane.flush(self.config.step_timeout_s)
         self._dispatch(Closing())
 
     def fail(self, failure: Failure) -> None:

@@ -38,7 +38,6 @@ from foreprop.core.staleness import (
     Staleness,
     compensate,
     most_steps_apart,
-    parse_staleness,
     rule_of,
 )
 from foreprop.core.wire import Flag, Kind
@@ -527,14 +526,6 @@ def test_events_that_it_does_not_know() -> None:
 
 
 # Settings.
-def test_what_is_typed() -> None:
-    assert [parse_staleness("staleness", text) for text in ("0", " 4", "async")] == [0, 4, "async"]
-    for text in ("-1", "1.5", "", "none"):
-        with pytest.raises(ConfigError) as raised:
-            parse_staleness("staleness", text)
-        assert f"staleness is {text!r}; it must be a number of steps from 0" in str(raised.value)
-
-
 @pytest.mark.parametrize("value", [-1, 1.5, "none", None])
 def test_a_staleness_that_cannot_be_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 from foreprop.core.codec import Place
+from foreprop.engine.native import maybe_library
 from foreprop.errors import RemoteProtocolError
 from foreprop.features.compression.codecs import make
 from foreprop.features.compression.kernels import ErrorFeedback
@@ -117,7 +119,8 @@ def test_a_code_that_cannot_be_is_refused(name: str, code: int) -> None:
         make(name).decode(memoryview(sent), torch.empty(200), PLACE)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
+@pytest.mark.skipif(maybe_library() is None, reason="the library was not built")
+@pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("elems", [1, 128, 3125, *long_cases(127, 129, 70_001)])
 def test_keeping_the_error_while_encoding_has_the_bits_of_doing_it_after(
     name: str, elems: int
@@ -138,6 +141,47 @@ def test_keeping_the_error_while_encoding_has_the_bits_of_doing_it_after(
         first, second = (state["error"].view(torch.int32) for state in states)
         assert torch.equal(first, second)
     assert bool(states[0]["error"].any()) == (elems > 1)  # a block of one is sent as it is
+
+
+BITS = st.lists(st.integers(0, 2**32 - 1), max_size=300)
+
+
+@pytest.mark.skipif(maybe_library() is None, reason="the library was not built")
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@given(numbers=BITS, errors=st.none() | st.lists(FLOATS, max_size=20), data=st.data())
+def test_the_native_library_has_the_bits_of_numpy(
+    name: str, numbers: list[int], errors: list[float] | None, data: st.DataObject
+) -> None:
+    """Of any values, with an error or without; and it takes the same bytes for a code."""
+    native: Any = make(name)
+    assert native.codec.library is not None
+    assert native.encode_with is not None
+    both = native, ErrorFeedback(replace(native.codec, library=None))
+    values = torch.from_numpy(np.array(numbers, np.uint32).view(np.float32))
+    elems, sent, left = len(values), [], []
+    for each in both:
+        if errors is None:
+            sent.append(bytearray(each.encode(values, {}, PLACE)))
+            continue
+        error = torch.from_numpy(np.resize(np.array([0.0, *errors], np.float32), elems))
+        sent.append(bytearray(each.encode(values, {"error": error}, PLACE)))
+        left.append(error.view(torch.int32))
+    assert all(torch.equal(left[0], error) for error in left)
+    scales = [np.frombuffer(code, np.float32, -(-elems // 128)) for code in sent]
+    np.testing.assert_array_equal(*scales)  # one NaN is as good as another
+    assert sent[0][scales[0].nbytes :] == sent[1][scales[0].nbytes :]
+    if elems and data.draw(st.booleans()):
+        sent[0][data.draw(st.integers(0, len(sent[0]) - 1))] ^= data.draw(st.integers(1, 255))
+    found: list[Any] = []
+    for each in both:
+        out = torch.zeros(elems)
+        try:
+            each.decode(memoryview(sent[0]), out, PLACE)
+        except RemoteProtocolError as error:
+            found.append(str(error))
+        else:
+            found.append(out.nan_to_num(7.0).tolist())
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("elems", [1, 5, 128, 129, 400])

@@ -91,7 +91,7 @@ class Measure(NamedTuple):
 
 
 MEASURES = {
-    "lines": Measure(62_765, 50_000),
+    "lines": Measure(62_749, 50_000),
     "packages": Measure(10, 11),
     "Protocols": Measure(14, 15),
     "functions per 1,000 lines": Measure(73, 60),

@@ -114,6 +114,7 @@ def trainer(
     slices: Annotated[int, typer.Option(min=1, help="Slices per step.")] = 250,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to take medians of.")] = 9,
     encrypted: Annotated[bool, typer.Option("--encrypted", help="With TLS, but for gloo.")] = False,
+    compression: Annotated[str | None, typer.Option(help="With a codec, but for gloo.")] = None,
 ) -> None:
     """The training thread: how much slower it is while slices move, and they beside it.
 
@@ -123,6 +124,7 @@ def trainer(
     Examples:
       foreprop bench trainer
       foreprop bench trainer --slice-kb 50 --servers 4 --rounds 5
+      foreprop bench trainer --slice-kb 200 --servers 1 --compression int8
     """
     costs = measure_trainer(
         slices_kb=slice_kb or [200.0, 50.0, 8.0],
@@ -130,6 +132,7 @@ def trainer(
         slices=slices,
         rounds=rounds,
         encrypted=encrypted,
+        compression=compression,
     )
     shown = _table(
         f"{slices} slices per step, medians of {rounds} rounds",

@@ -213,11 +213,13 @@ def measure_trainer(
     slices: int,
     rounds: int,
     encrypted: bool = False,
+    compression: str | None = None,
 ) -> list[TrainerCost]:
     """All kinds of slices, servers and training threads, and gloo's buckets, in turns.
 
-    An exchange has ``slices`` slices, whatever their size, and gloo's as many bytes as the largest
-    slices. Raises `ConfigError` where there are not two processors.
+    An exchange has ``slices`` slices, whatever their size, and gloo's as many bytes as the
+    largest slices. Bits are those of gradients, whatever ``compression`` makes of them. Raises
+    `ConfigError` where there are not two processors.
     """
     processors = sorted(os.sched_getaffinity(0))
     if len(processors) < 2:
@@ -230,7 +232,8 @@ def measure_trainer(
     with contextlib.ExitStack() as stack:
         stack.callback(os.sched_setaffinity, 0, processors)
         os.sched_setaffinity(0, processors[1:])  # inherited by all threads and processes made here
-        settings = stack.enter_context(encryption()) if encrypted else {}
+        settings: dict[str, Any] = {"compression": compression}
+        settings |= stack.enter_context(encryption()) if encrypted else {}
         planes = dict(_make_planes(stack, slices_kb, servers, slices, settings))
         for plane in planes.values():
             for _ in range(_WARM_UP):

@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foreprop.core.staleness import parse_staleness
 from foreprop.errors import ConfigError
 from foreprop.plan.profile import load_profile, profile_names, read_profile
 from foreprop.quantities import time_text
@@ -31,7 +30,7 @@ from foreprop_lab.setting.labsetting import (
 )
 from foreprop_lab.setting.links import carried_bytes, parse_cross_traffic, parse_link_rates
 from foreprop_lab.setting.records import Record
-from foreprop_lab.setting.unevenness import parse_step_lengths
+from foreprop_lab.setting.unevenness import parse_staleness, parse_step_lengths
 from foreprop_lab.simulate.run import SIMULATED
 
 if TYPE_CHECKING:

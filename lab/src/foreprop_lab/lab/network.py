@@ -24,6 +24,14 @@ INTERFACE = "eth0"
 _BRIDGE = "bridge"
 _PREFIX_BITS = 24
 _CONGESTION_CONTROL = "cubic"
+_TCP = Path("/proc/sys/net/ipv4")
+_REMEMBERED_S = 86_400
+"""How long a connection remembers its shortest round trip, by which Linux sizes its bursts.
+
+By default it is five minutes, in which no training is silent; here a system may wait longer for its
+turn. Then each connection begins with what its first packet meets in the queue, and those with long
+bursts crowd out the others (lab/docs/notebook/full-size.md).
+"""
 _DEFAULT_SEND_BUFFER_BYTES = 4_194_304
 """Linux's default for the largest automatic send buffer (the third number of tcp_wmem)."""
 
@@ -120,13 +128,17 @@ def configure_node(network: Network, node: int) -> None:
             _shape(routes, link, network, node)
     except NetlinkError as error:
         raise NetworkUnavailable(f"node {node}: {error.args[-1]}") from error
-    path = Path("/proc/sys/net/ipv4/tcp_wmem")
-    least, default, _ = path.read_text().split()
+    least, default, _ = (_TCP / "tcp_wmem").read_text().split()
     largest = max(_DEFAULT_SEND_BUFFER_BYTES // network.buffer_scale, int(least))
-    try:
-        path.write_text(f"{least} {min(int(default), largest)} {largest}")
-    except OSError as error:
-        raise NetworkUnavailable(f"{path} cannot be written: {error.strerror}") from error
+    settings = {
+        "tcp_wmem": f"{least} {min(int(default), largest)} {largest}",
+        "tcp_min_rtt_wlen": str(_REMEMBERED_S),
+    }
+    for name, value in settings.items():
+        try:
+            (_TCP / name).write_text(value)
+        except OSError as error:
+            raise NetworkUnavailable(f"{_TCP / name} cannot be written: {error}") from error
 
 
 def shape_node(network: Network, node: int) -> None:

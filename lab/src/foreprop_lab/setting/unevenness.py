@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from foreprop.core.staleness import ASYNC, Staleness
 from foreprop.errors import ConfigError
 from foreprop.plan.profile import Layer
 
@@ -174,3 +175,14 @@ def _normal(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[
     """Normally distributed numbers, by Box and Muller."""
     normal: NDArray[np.float64] = np.sqrt(-2 * np.log1p(-first)) * np.cos(2 * np.pi * second)
     return normal
+
+
+def parse_staleness(name: str, text: str) -> Staleness:
+    """The staleness in ``0``, ``4`` or ``async``; raises a `ConfigError` about ``name``."""
+    if text.strip() == ASYNC:
+        return ASYNC
+    if not text.strip().isdecimal():
+        raise ConfigError(
+            f"{name} is {text!r}; it must be a number of steps from 0, or {ASYNC!r} for no bound"
+        )
+    return int(text)

@@ -7,14 +7,17 @@ import functools
 from pathlib import Path
 
 from foreprop.config import Config
+from foreprop.core.codec import NONE
 from foreprop.core.manifest import Manifest
 
 LIBRARY = Path(__file__).with_name("plane.so")
-_VERSION = 5
+_VERSION = 6
 """That of `interface.cpp`; another one was built before these sources came."""
 
 DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 """The types of parameters that it adds up, by their numbers there."""
+CODECS = {NONE: 0, "int8": 1, "int4": 2, "bf16": 3, "fp16": 4}
+"""The codecs that it has, by their numbers there."""
 _TYPES = {
     "i": ctypes.c_int,
     "n": ctypes.c_int64,
@@ -31,7 +34,8 @@ _FUNCTIONS = """
     complete i:pi  answered i:pi  wait i:pii  ring :p  flush i:pi
     missing i:pippi  step n:pi  statistics :pp
     snapshot n:pipn  last_push :piip  left :pii  tell_begins :pi  spans i:pipip  same_batch i:pi
-    square_sum :ipnp
+    tell_scale :pind  residual i:piipppp  put_residual :piipnd
+    square_sum :ipnp  quantise :ippnp  dequantise i:ipnp
 """.split()
 """Each with what it returns and takes, by a letter each."""
 
@@ -60,7 +64,7 @@ def why_not(manifest: Manifest, config: Config) -> str:
         "plane='python'": config.plane == "python",
         "servers update": manifest.serves,
         "tables": any(info.rows for info in infos),
-        f"compression={config.compression!r}": bool(knobs.compression),
+        f"compression={config.compression!r}": bool({c for _, c in knobs.compression} - {*CODECS}),
         "a parameter's type": any(info.dtype not in DTYPES for info in infos),
         "elastic, or backup workers": knobs.counts_some,
         f"staleness={knobs.staleness!r}": bool(knobs.staleness),

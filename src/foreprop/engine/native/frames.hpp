@@ -14,17 +14,20 @@
 namespace foreprop {
 
 enum class Kind : std::uint8_t {
+    hyperparameters = 4,
     value = 5,
     push = 6,
     reply = 7,
     notify = 8,
     pull = 9,
     norm_part = 24,
+    state = 13,
     damaged = 45,
 };
 
 using Flags = std::uint32_t;
-constexpr Flags no_gradient = 1, value_changed = 2, unchanged = 4, gradient = 128, measure = 256;
+constexpr Flags no_gradient = 1, value_changed = 2, unchanged = 4, builds_on = 16, gradient = 128,
+                measure = 256, averages_residual = 1024 | 16;
 constexpr int round_shift = 10;
 
 enum class Order { priority, fifo };
@@ -53,6 +56,10 @@ struct Frame {
     Flags flags;
     std::int64_t token;
 };
+
+inline Round round_of(const Frame& push) {
+    return {push.step, static_cast<std::int64_t>(push.flags >> round_shift)};
+}
 
 struct Slice {
     int parameter;

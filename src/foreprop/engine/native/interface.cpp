@@ -1,5 +1,6 @@
 // The plane's C interface, for ctypes. No exception crosses it: what a call refuses is in `fp_error`.
 #include "plane.hpp"
+#include "quantising.hpp"
 
 using namespace foreprop;
 using Number = std::int64_t;
@@ -89,6 +90,8 @@ void* fp_new(const Number* numbers, const char* names) {
         piece.size_bytes = static_cast<std::size_t>(from.next());
         piece.dtype = static_cast<Dtype>(from.next());
         piece.mean = from.next() != 0;
+        piece.codec = static_cast<Codec>(from.next());
+        if (piece.usual_bytes() >= piece.size_bytes) piece.codec = Codec::none;  // it gains nothing
         for (Number places = from.next(); places; --places) {
             const auto begin = static_cast<std::size_t>(from.next());
             piece.places.emplace_back(begin, static_cast<std::size_t>(from.next()));
@@ -104,13 +107,20 @@ void* fp_new(const Number* numbers, const char* names) {
     return made;
 }
 // Raised with every change of this interface.
-int fp_version() { return 5; }
+int fp_version() { return 6; }
 // What the squares of so many elements of a type add up to, as it travels. Of no plane.
 void fp_square_sum(int dtype, const void* from, Number elems, std::uint8_t* encoded) {
     const auto size = static_cast<std::size_t>(elems);
     of_type(static_cast<Dtype>(dtype), [&]<class Each>(Each*) {
         square_sum(static_cast<const Each*>(from), size).encode(encoded);
     });
+}
+// Blocks of float32 in as many levels; `error` may be null.
+void fp_quantise(int levels, const float* values, float* error, Number elems, std::uint8_t* code) {
+    Quantiser{levels}.encode(values, error, static_cast<std::size_t>(elems), code);
+}
+int fp_dequantise(int levels, const std::uint8_t* code, Number elems, float* values) {
+    return Quantiser{levels}.decode(code, static_cast<std::size_t>(elems), values);
 }
 void fp_free(void* plane) { delete of(plane); }
 void fp_error(char* text, int most) { std::snprintf(text, static_cast<std::size_t>(most), "%s", refused.c_str()); }
@@ -197,11 +207,11 @@ int fp_missing(void* plane, int parameter, int* slices, int* left, int most) {
     return count;
 }
 Number fp_step(void* plane, int parameter) { return of(plane)->step_of(parameter); }
-void fp_statistics(void* plane, Number* seven) {
+void fp_statistics(void* plane, Number* nine) {
     const Plane::Statistics s = of(plane)->statistics();
     for (Number each : {s.pushes, s.pushed_bytes, s.replies, s.reply_bytes, s.most_queued, s.queued,
-                        s.awaited})
-        *seven++ = each;
+                        s.awaited, s.raw_pushed_bytes, s.raw_reply_bytes})
+        *nine++ = each;
 }
 
 // A server in this process.
@@ -249,6 +259,33 @@ int fp_spans(void* plane, int index, Number* out, int most, Number* lost) {
     }
     *lost = more + static_cast<int>(all.size()) - count;
     return count;
+}
+void fp_tell_scale(void* plane, int index, Number step, double scale) {
+    guarded([&] { of(plane)->tell_scale(index, step, scale); });
+}
+// What a slice's codes have left out, at the worker (-1) or a server: without the open round and
+// with it, the loss's scale as the first has it, and the open round. 0: nothing.
+int fp_residual(void* plane, int index, int slice, float* kept, float* tried, double* scale,
+                Number* open) {
+    return either(0, [&] {
+        const auto state = of(plane)->residual(index, slice).get();
+        std::copy(state.kept.begin(), state.kept.end(), kept);
+        std::copy(state.tried.begin(), state.tried.end(), tried);
+        *scale = state.scale;
+        open[0] = state.open.step;
+        open[1] = state.open.again;
+        return !state.kept.empty();
+    });
+}
+// `elems` of 0: nothing has been left out.
+void fp_put_residual(void* plane, int index, int slice, const float* kept, Number elems,
+                     double scale) {
+    guarded([&] {
+        const auto size = static_cast<std::size_t>(elems);
+        of(plane)->put_residual(index, slice, {.kept = {kept, kept + size},
+                                               .tried = std::vector<float>(size),
+                                               .scale = scale});
+    });
 }
 int fp_same_batch(void* plane, int index) {
     return either(0, [&] { return of(plane)->same_batch(index); });

@@ -55,6 +55,7 @@ class Plane {
           complete_(setting_.parameters),
           answered_(setting_.parameters),
           sums_(setting_.slices.size()),
+          left_out_(setting_.slices.size()),
           made_ns_(setting_.slices.size()),
           wake_sender_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
           wake_receiver_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
@@ -259,18 +260,37 @@ class Plane {
         });
     }
 
+    // Codecs.
+    // The loss's scale from this step on: the worker's (-1), or what rank 0 has told a server.
+    void tell_scale(int index, Step step, double scale) {
+        if (index == -1) return scales_.announce(step, scale);
+        Server& own = *servers_.at(index);
+        own.scales.announce(step, scale);
+        has_told(own);
+    }
+    void put_residual(int index, int slice, SliceResidual::State state) {
+        residual(index, slice).put(std::move(state));
+        if (index != -1) has_told(*servers_.at(index));
+    }
+    // What a slice's codes have left out, at the worker (-1) or of a server's averages.
+    SliceResidual& residual(int index, int slice) {
+        const auto at = static_cast<std::size_t>(slice);
+        return index == -1 ? left_out_.at(at) : servers_.at(index)->left_out.at(at);
+    }
+
     // For reports.
     // Slices of a parameter that are not answered, and whether each has left; 2: it is being copied.
     std::vector<std::pair<int, int>> missing(int parameter);
     Step step_of(int parameter);
     struct Statistics {
         std::int64_t pushes, pushed_bytes, replies, reply_bytes, most_queued, queued, awaited;
+        std::int64_t raw_pushed_bytes, raw_reply_bytes;  // as they were without codecs
     };
     Statistics statistics() {
         std::lock_guard lock(worker_mutex_);
         return {pushes_,          pushed_bytes_,         replies_,
                 reply_bytes_,     worker_.most_queued(), worker_.queue_depth(),
-                worker_.awaited()};
+                worker_.awaited(), raw_pushed_bytes_,    raw_reply_bytes_};
     }
 
     // A server's, in this process.
@@ -328,6 +348,8 @@ class Plane {
               machine(std::move(own)),
               rooms(setting.slices.size()),
               squares(setting.slices.size()),
+              rounds(setting.slices.size()),
+              left_out(setting.slices.size()),
               last(static_cast<std::size_t>(setting.workers), {-1, 0}) {
             for (std::size_t slice = 0; slice < rooms.size(); ++slice)
                 if (setting.slices[slice].server == index)
@@ -339,6 +361,19 @@ class Plane {
         ServerMachine machine;
         std::vector<std::vector<Buffer>> rooms;  // by slice and rank: the receiving thread's
         std::vector<std::vector<SquareSum>> squares;  // by slice, of its parameters: its, too
+        struct Noted {
+            Round round;
+            bool builds_on;  // on the one before
+        };
+        // By slice that has a codec, since its last code: the first round, and the latest. Its, too.
+        std::vector<std::vector<Noted>> rounds;
+        std::vector<SliceResidual> left_out;  // of the averages' codes
+        // What rank 0 announces passes to Python, which tells what of it matters here.
+        Scales scales;
+        std::int64_t announced = 0, needed = 0;  // all that came, and before rank 0's last push
+        std::mutex told_mutex;
+        std::condition_variable telling;
+        std::int64_t told = 0;
         std::vector<std::pair<int, Step>> last;
         bool tells_begins = false;
         Spans spans;
@@ -351,6 +386,7 @@ class Plane {
     static constexpr std::size_t together_bytes = 65'536;  // of small frames in one system call
     static constexpr int most_frames = 64;
     static constexpr int most_damaged = 1000;  // that a peer may be asked for again
+    static constexpr auto most_told_wait = std::chrono::milliseconds(100);
     static constexpr std::int64_t look_ns = 50'000;  // between looks for what is copied
 
     WorkerSetting worker_setting() const {
@@ -384,6 +420,13 @@ class Plane {
         return made;
     }
 
+    static void has_told(Server& own) {
+        {
+            std::lock_guard lock(own.told_mutex);
+            ++own.told;
+        }
+        own.telling.notify_all();
+    }
     // As `epoll_wait`, until some time at most (0: none). It takes milliseconds, links nanoseconds.
     static int wait_for(int epoll, std::vector<epoll_event>& events, bool polls,
                         std::int64_t until_ns) {
@@ -492,7 +535,10 @@ class Plane {
     static void add_whole(Outgoing& out, Buffer whole);
     void enqueue(Connection& connection, const Frame& frame);
     const std::uint8_t* gradient_of(const Piece& piece) const;
-    Buffer cast_gradient(const Piece& piece);
+    Buffer leaving_gradient(const Piece& piece, const Frame& push);
+    Buffer coded(SliceResidual& left_out, const Piece& piece, Round round, const void* from);
+    static void decode_to(std::uint8_t* to, const Piece& piece, const Frame& frame,
+                          const Buffer& code);
     int sender_on(const Connection& connection) const;
     void seal(int sender, const Frame& frame, const std::uint8_t* payload, std::size_t size,
               std::uint8_t* out) const;
@@ -516,7 +562,7 @@ class Plane {
     // The receiving thread (`receiving.hpp`).
     void receive_all();
     void take_own();
-    void pass_own(int index, Connection* knows, const Buffer& whole);
+    void pass_own(int index, Connection* knows, const Frame& frame);
     void note_own(Role role, int index, const Frame& frame);
     std::size_t bytes_of(const Frame& frame, Flags empty) const;
     void drain(Connection& connection);
@@ -534,6 +580,12 @@ class Plane {
                    std::int64_t began_ns);
     void tell_begin(Connection& connection, int slice, Step step, int priority, Flags flags);
     Buffer combine(Server& at, const Instruction& update);
+    void push_own(Server& at, const Frame& push);
+    void note_round(Server& at, int rank, const Frame& push) const;
+    Buffer coded_average(Server& at, const Instruction& update, const Buffer& sum,
+                         std::uint8_t* own);
+    static void note_passing(Server& at, int rank, int kind, Flags flags);
+    std::int64_t raw_bytes_of(const Frame& frame) const;
     void measure(Server& at, const Instruction& update, const Buffer& sum) const;
     void check_finite(const Piece& piece, const std::uint8_t* part, int rank, Step step) const;
     void send_squares(Server& at, Step step);
@@ -582,6 +634,8 @@ class Plane {
         Buffer data;
         std::vector<int> owed;  // other ranks to which it has still to be sent
     };
+    Scales scales_;                       // of the loss, as this rank's loop has told
+    std::vector<SliceResidual> left_out_;  // by slice, of the codes that this rank pushes
     std::vector<Sum> sums_;              // by slice: what is answered; under its server's lock
     std::vector<std::int64_t> made_ns_;  // and when it was made
     std::vector<Posted> posted_;
@@ -592,6 +646,7 @@ class Plane {
     std::condition_variable bell_;
     std::uint64_t rings_ = 0;
     std::int64_t pushes_ = 0, pushed_bytes_ = 0, replies_ = 0, reply_bytes_ = 0;
+    std::int64_t raw_pushed_bytes_ = 0, raw_reply_bytes_ = 0;
     std::atomic<bool> stopping_ = false;
     std::atomic<bool> sender_sleeps_ = false, receiver_sleeps_ = false;
     std::uint8_t nowhere_[1];

@@ -50,6 +50,7 @@ inline void Plane::take_own() {
                 if (is(frame, Kind::push) && frame.token == no_token) {
                     ++pushes_;
                     pushed_bytes_ += static_cast<std::int64_t>(bytes_of(frame, no_gradient));
+                    if (!(frame.flags & no_gradient)) raw_pushed_bytes_ += raw_bytes_of(frame);
                 }
             }
             const Shared connection =
@@ -58,8 +59,9 @@ inline void Plane::take_own() {
             const std::int64_t now = (role == worker ? at.spans : spans_).now();
             try {
                 if (frame.token != no_token) {
-                    pass_own(index, connection.get(), message_of(frame));
+                    pass_own(index, connection.get(), frame);
                 } else if (role == worker) {
+                    if (is(frame, Kind::push)) push_own(at, frame);
                     came_to_server(connection.get(), at, setting_.rank, frame, now);
                 } else {  // the average is there: see `combine`
                     came_to_worker(index, frame, bytes_of(frame, unchanged), now);
@@ -72,9 +74,23 @@ inline void Plane::take_own() {
     }
 }
 
+// Its gradient as others would have it: what lies where it was computed is read as the sum is made.
+inline void Plane::push_own(Server& at, const Frame& push) {
+    const Piece& piece = setting_.slices[push.slice];
+    if (piece.codec == Codec::none) return;
+    Buffer code = leaving_gradient(piece, push), values;
+    if (code) {
+        values = buffers_.take(piece.size_bytes);
+        decode_to(values->data(), piece, push, code);
+    }
+    at.rooms[push.slice][static_cast<std::size_t>(setting_.rank)] = std::move(values);
+}
+
 // Behind the pushes before it; but by the socket as long as the server does not know us.
-inline void Plane::pass_own(int index, Connection* knows, const Buffer& whole) {
+inline void Plane::pass_own(int index, Connection* knows, const Frame& frame) {
+    const Buffer whole = message_of(frame);
     if (knows) {
+        note_passing(*servers_.at(index), setting_.rank, frame.kind, frame.flags);
         knows->insert(whole->data(), whole->size());
     } else {
         post_whole(find(worker, -1, index), whole);
@@ -93,7 +109,11 @@ inline void Plane::note_own(Role role, int index, const Frame& frame) {
 }
 
 inline std::size_t Plane::bytes_of(const Frame& frame, Flags empty) const {
-    return frame.flags & empty ? 0 : setting_.slices[frame.slice].size_bytes;
+    return frame.flags & empty ? 0 : setting_.slices[frame.slice].usual_bytes();
+}
+
+inline std::int64_t Plane::raw_bytes_of(const Frame& frame) const {
+    return static_cast<std::int64_t>(setting_.slices[frame.slice].size_bytes);
 }
 
 inline void Plane::drain(Connection& connection) {
@@ -187,12 +207,23 @@ inline void Plane::took(Connection& connection, std::size_t bytes) {
     if (frame->damaged) {
         ask_again(connection, *frame);
     } else if (connection.role == worker) {
-        if (const Buffer cast = std::exchange(connection.room, nullptr)) {
+        if (const Buffer room = std::exchange(connection.room, nullptr)) {
             const Piece& piece = setting_.slices[came.slice];
-            piece.widen(cast->data(), results_[piece.parameter] + piece.start_bytes);
+            std::uint8_t* result = results_[piece.parameter] + piece.start_bytes;
+            if (piece.codec != Codec::none) {
+                decode_to(result, piece, came, room);
+            } else {
+                piece.widen(room->data(), result);
+            }
         }
         came_to_worker(peer, came, h.payload_bytes, connection.began_ns);
     } else {
+        if (const Piece& piece = setting_.slices[came.slice];
+            connection.room && connection.room->size() != piece.size_bytes) {
+            Buffer values = buffers_.take(piece.size_bytes);
+            decode_to(values->data(), piece, came, connection.room);
+            connection.room = std::move(values);
+        }
         Server& at = *servers_.at(connection.index);
         came_to_server(&connection, at, peer, came, connection.began_ns);
     }
@@ -263,6 +294,9 @@ inline std::uint8_t* Plane::room_for(Connection& connection, const Header& heade
     const Kind kind = replies ? Kind::reply : Kind::push;
     const bool is_bare = header.kind == static_cast<int>(replies ? Kind::notify : Kind::pull);
     if (!(header.kind == static_cast<int>(kind) || is_bare) || !connection.carries) {
+        if (!replies && connection.carries)
+            note_passing(*servers_.at(connection.index), connection.peer, header.kind,
+                         header.flags);
         connection.pass(raw, header_bytes, header.payload_bytes);
         return nullptr;
     }
@@ -313,16 +347,19 @@ inline std::uint8_t* Plane::room_for(Connection& connection, const Header& heade
     const bool is_empty = header.flags & (replies ? unchanged : no_gradient);
     const bool is_start = replies && !header.step;  // values in full
     const std::size_t expected = is_empty ? 0 : is_start ? piece.whole_bytes : piece.size_bytes;
-    if (header.payload_bytes != expected) {
+    const bool is_coded =
+        !is_empty && !is_start && piece.codec != Codec::none &&
+        header.payload_bytes == piece.usual_bytes();
+    if (header.payload_bytes != expected && !is_coded) {
         throw ProtocolError(ProtocolError::remote, std::string(replies ? "REPLY" : "PUSH") +
                                                        " of slice " + text_of(header.slice) +
                                                        " carries " + text_of(header.payload_bytes) +
                                                        " bytes, not " +
                                                        text_of(static_cast<Step>(expected)));
     }
-    if (replies && (is_empty || is_start || !piece.is_cast())) return result;
+    if (replies && (is_empty || is_start || !(piece.is_cast() || is_coded))) return result;
     if (is_empty) return nowhere_;
-    connection.room = buffers_.take(piece.size_bytes);
+    connection.room = buffers_.take(header.payload_bytes);
     return connection.room->data();
 }
 
@@ -335,7 +372,8 @@ inline void Plane::push_came(Connection* connection, Server& at, int rank, const
         tell_begin(*connection, slice, step, priority, flags);
     Instructions told = at.machine.push_arrived(rank, slice, step, priority, flags);
     last = {slice, step};
-    if (connection && !(flags & no_gradient))
+    note_round(at, rank, push);
+    if (rank != setting_.rank && !(flags & no_gradient))
         at.rooms[slice][static_cast<std::size_t>(rank)] = std::move(connection->room);
     at.spans.note({Stage::push_received, slice, step, priority, rank, bytes_of(push, no_gradient),
                    began_ns, at.spans.now()});
@@ -399,24 +437,73 @@ inline Buffer Plane::combine(Server& at, const Instruction& update) {
     std::vector<const std::uint8_t*> parts;
     for (int rank : update.ranks) {
         Buffer& room = at.rooms[slice][static_cast<std::size_t>(rank)];
-        if (rank == setting_.rank) room = cast_gradient(piece);
+        if (rank == setting_.rank && piece.is_cast()) room = leaving_gradient(piece, update.frame);
         parts.push_back(room ? room->data() : gradient_of(piece));
         if (setting_.checks_finite) check_finite(piece, parts.back(), rank, update.frame.step);
     }
     if (at.watches && parts.size() > 1) compare(at, slice, parts);
     // this rank has pushed, too, and does not look there before its answer comes
     std::uint8_t* own = results_[piece.parameter] + piece.start_bytes;
-    const bool apart = setting_.workers > 1 || piece.is_cast();
+    const bool is_coded = piece.codec != Codec::none;
+    const bool apart = setting_.workers > 1 || piece.is_cast() || is_coded;
     Buffer sum = apart ? buffers_.take(piece.size_bytes) : nullptr;
     std::uint8_t* total = sum ? sum->data() : std::exchange(own, nullptr);
-    std::uint8_t* cast_to = piece.is_cast() ? std::exchange(own, nullptr) : nullptr;
+    std::uint8_t* later = piece.is_cast() || is_coded ? std::exchange(own, nullptr) : nullptr;
     const Reduction reduction{piece.mean, setting_.workers};
     const std::size_t size = piece.size_bytes;
     of_type(piece.dtype,
             [&]<class Each>(Each*) { reduce_as<Each>(total, own, parts, size, reduction); });
-    if (cast_to) piece.widen(total, cast_to);
+    if (is_coded) {
+        sum = coded_average(at, update, sum, later);
+    } else if (later) {
+        piece.widen(total, later);
+    }
     for (Buffer& room : at.rooms[slice]) room.reset();
     return sum;
+}
+
+// `averagecodes.AverageCodes`: the first round after a code tells whether that one has counted.
+inline void Plane::note_round(Server& at, int rank, const Frame& push) const {
+    if (setting_.slices[push.slice].codec == Codec::none) return;
+    if (rank == 0) at.needed = at.announced;
+    auto& noted = at.rounds[push.slice];
+    if (noted.empty() || noted.back().round != round_of(push)) {
+        if (noted.size() == 2) noted.pop_back();
+        noted.push_back({round_of(push), false});
+    }
+    noted.back().builds_on |= (push.flags & builds_on) != 0;
+}
+
+// What is answered, and, for this rank, what others decode from that.
+inline Buffer Plane::coded_average(Server& at, const Instruction& update, const Buffer& sum,
+                                   std::uint8_t* own) {
+    const int slice = update.frame.slice;
+    const Piece& piece = setting_.slices[slice];
+    {
+        std::unique_lock lock(at.told_mutex);
+        while (at.told < at.needed && !stopping_) at.telling.wait_for(lock, most_told_wait);
+    }
+    SliceResidual& left_out = at.left_out[slice];
+    auto& noted = at.rounds[slice];
+    for (const auto& [round, builds] : noted)
+        left_out.follow(piece.codec, piece.elems(), round, at.scales.at(round.step), builds);
+    Buffer code = coded(left_out, piece, noted.back().round, sum->data());
+    noted.clear();
+    if (code) {
+        decode_to(own, piece, update.frame, code);
+    } else {
+        std::copy_n(sum->data(), piece.size_bytes, own);
+    }
+    return code ? code : sum;
+}
+
+// Rank 0's numbers, among them the loss's scale, and residuals of a checkpoint are Python's to read.
+// It tells of each (`tell_scale`, `put_residual`), and what follows on the wire waits for that.
+inline void Plane::note_passing(Server& at, int rank, int kind, Flags flags) {
+    const bool is_residual = kind == static_cast<int>(Kind::state) &&
+                             (flags & averages_residual) == averages_residual;
+    const bool is_one = is_residual || kind == static_cast<int>(Kind::hyperparameters);
+    at.announced += rank == 0 && is_one;
 }
 
 // `params.finite`.
@@ -444,7 +531,9 @@ inline void Plane::measure(Server& at, const Instruction& update, const Buffer& 
     auto& sums = at.squares[update.frame.slice];
     sums.assign(piece.places.size(), {});
     if (update.ranks.empty()) return;
-    const std::uint8_t* average = sum ? sum->data() : results_[piece.parameter] + piece.start_bytes;
+    const bool is_here = !sum || piece.codec != Codec::none;  // as workers have it
+    const std::uint8_t* average =
+        is_here ? results_[piece.parameter] + piece.start_bytes : sum->data();
     of_type(piece.dtype, [&]<class Each>(Each*) {
         for (std::size_t n = 0; n < sums.size(); ++n) {
             const auto [from, to] = piece.places[n];
@@ -527,6 +616,7 @@ inline void Plane::reply_came(int from, const Frame& reply, std::size_t bytes,
         if (!(reply.flags & unchanged)) answered_[setting_.slices[reply.slice].parameter] = true;
         ++replies_;
         reply_bytes_ += static_cast<std::int64_t>(bytes);
+        if (bytes) raw_reply_bytes_ += raw_bytes_of(reply);
         return worker_.reply_arrived(reply.slice, reply.step, from, reply.flags);
     });
 }

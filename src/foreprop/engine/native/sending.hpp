@@ -171,10 +171,12 @@ inline void Plane::enqueue(Connection& connection, const Frame& frame) {
     const Piece& piece = setting_.slices[frame.slice];
     if (connection.role == worker) {
         out.queued_ns = queued_ns_[piece.parameter][frame.step & 1];
-        if (is(frame, Kind::push) && !(frame.flags & no_gradient)) {
-            out.held = cast_gradient(piece);
-            out.payload = out.held ? out.held->data() : gradient_of(piece);
-            out.size = piece.size_bytes;
+        if (is(frame, Kind::push)) {
+            out.held = leaving_gradient(piece, frame);
+            if (!(frame.flags & no_gradient)) {
+                out.payload = out.held ? out.held->data() : gradient_of(piece);
+                out.size = out.held ? out.held->size() : piece.size_bytes;
+            }
         }
     } else {
         std::unique_lock lock(servers_.at(connection.index)->mutex);
@@ -191,7 +193,7 @@ inline void Plane::enqueue(Connection& connection, const Frame& frame) {
             }
             out.held = sum.owed.empty() ? std::move(sum.data) : sum.data;
             out.payload = out.held->data();
-            out.size = piece.size_bytes;
+            out.size = out.held->size();
         }
     }
     out.started_ns = spans_on(connection.role, connection.index).now();
@@ -202,12 +204,36 @@ inline const std::uint8_t* Plane::gradient_of(const Piece& piece) const {
     return gradients_[piece.parameter] + piece.start_bytes;
 }
 
-// As it travels, where that is in another type: while its bytes are in the cache.
-inline Buffer Plane::cast_gradient(const Piece& piece) {
-    if (!piece.is_cast()) return nullptr;
+// In another type or as a code, while its bytes are in the cache; null if it leaves as it is.
+inline Buffer Plane::leaving_gradient(const Piece& piece, const Frame& push) {
+    if (piece.codec != Codec::none) {
+        const bool builds = push.flags & builds_on;
+        SliceResidual& left_out = left_out_[push.slice];
+        left_out.follow(piece.codec, piece.elems(), round_of(push), scales_.at(push.step), builds);
+        if (push.flags & no_gradient) return nullptr;
+        return coded(left_out, piece, round_of(push), gradient_of(piece));
+    }
+    if (!piece.is_cast() || push.flags & no_gradient) return nullptr;
     Buffer cast = buffers_.take(piece.size_bytes);
     piece.narrow(gradient_of(piece), cast->data());
     return cast;
+}
+
+// Null for what is not finite: nobody may lose an infinity, for which a scaler looks.
+inline Buffer Plane::coded(SliceResidual& left_out, const Piece& piece, Round round,
+                           const void* from) {
+    const auto* values = static_cast<const float*>(from);
+    if (not_finite(values, piece.elems()).elems) return nullptr;
+    Buffer code = buffers_.take(piece.usual_bytes());
+    left_out.encode(piece.codec, round, values, piece.elems(), code->data());
+    return code;
+}
+
+inline void Plane::decode_to(std::uint8_t* to, const Piece& piece, const Frame& frame,
+                             const Buffer& code) {
+    if (decode(piece.codec, code->data(), piece.elems(), reinterpret_cast<float*>(to))) return;
+    const std::string which = "slice " + text_of(frame.slice) + ", step " + text_of(frame.step);
+    throw ProtocolError(ProtocolError::remote, which + ": what has come is no code of its codec");
 }
 
 inline int Plane::sender_on(const Connection& connection) const {
@@ -306,7 +332,9 @@ inline void Plane::has_left(Connection& connection, const Outgoing& gone) {
             std::lock_guard lock(worker_mutex_);
             ++pushes_;
             pushed_bytes_ += static_cast<std::int64_t>(gone.size);
-            const int parameter = setting_.slices[gone.frame.slice].parameter;
+            const Piece& piece = setting_.slices[gone.frame.slice];
+            if (gone.size) raw_pushed_bytes_ += static_cast<std::int64_t>(piece.size_bytes);
+            const int parameter = piece.parameter;
             --leaving_[parameter];
             any = completes(parameter);
         }

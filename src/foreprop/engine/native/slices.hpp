@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "codecs.hpp"
 #include "lanes.hpp"
-#include "sums.hpp"
 
 namespace foreprop {
 
@@ -21,10 +21,16 @@ struct Piece {
     std::size_t size_bytes;   // on the wire
     Dtype dtype;              // there; half precision of a parameter in float32 is cast
     bool mean;
+    Codec codec;
     std::vector<std::pair<std::size_t, std::size_t>>
         places;  // of its parameters: bytes from and to
 
     bool is_cast() const { return whole_bytes != size_bytes; }
+    std::size_t elems() const { return size_bytes / itemsize(dtype); }
+    // On the wire, but for what is not finite and goes as it is.
+    std::size_t usual_bytes() const {
+        return codec == Codec::none ? size_bytes : code_bytes(codec, elems());
+    }
     void narrow(const std::uint8_t* from, std::uint8_t* to) const {
         const auto* whole = reinterpret_cast<const float*>(from);
         const std::size_t elems = whole_bytes / sizeof(float);

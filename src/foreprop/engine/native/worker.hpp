@@ -257,9 +257,6 @@ class WorkerMachine {
             return window->admits(frame, is_short);
         };
     }
-    static Round round_of(const Frame& push) {
-        return {push.step, static_cast<std::int64_t>(push.flags >> round_shift)};
-    }
     static Frame frame(Kind kind, int server, Step step, int slice, int priority,
                        Flags flags = 0) {
         return {server, static_cast<int>(kind), step, slice, priority, flags, no_token};

@@ -18,8 +18,9 @@ from foreprop.core.frames import SendFrame
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.engine.memory import bytes_of
+from foreprop.engine.plane import Plane
 from foreprop.features.compression.choosing import SliceCodec
-from foreprop.features.compression.residuals import Residuals, round_of
+from foreprop.features.compression.residuals import PlaneResiduals, Residuals, round_of
 
 
 class _Average:
@@ -39,7 +40,8 @@ class _Average:
 class AverageCodes:
     """The codes of averages of one server's slices, for threads that receive, send and average.
 
-    ``scale_at`` gives the loss's scale in the step before, as workers have said by then.
+    ``scale_at`` gives the loss's scale in the step before, as workers have said by then. With a
+    ``plane`` it encodes, and its residuals are there.
     """
 
     def __init__(
@@ -48,8 +50,12 @@ class AverageCodes:
         slices: Mapping[int, SliceCodec],
         server: int,
         scale_at: Callable[[int], float],
+        plane: Plane | None = None,
     ) -> None:
-        self.residuals = Residuals(parameters, slices, rank=server, averages=True)
+        kept = None if plane is None else PlaneResiduals(plane, server, slices)
+        about = (parameters, slices)
+        told = None if plane is None else scale_at
+        self.residuals = Residuals(*about, rank=server, averages=True, kept=kept, told=told)
         self._server = server
         self._scale_at = scale_at
         self._averages: dict[int, _Average] = {}

@@ -25,10 +25,12 @@ from foreprop.core.codec import (
     matches,
     takes,
 )
+from foreprop.core.frames import SendFrame
 from foreprop.core.manifest import Manifest, ParameterInfo
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.engine.tensors import DTYPES
+from foreprop.engine.trace import CodecStage, TraceRecorder
 from foreprop.errors import ConfigError, RemoteProtocolError
 from foreprop.features.compression.codecs import (
     TensorCodec,
@@ -104,8 +106,7 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
     names = [codec_of(info.name, manifest.knobs.compression) for info in manifest.parameters]
     dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
     codecs: dict[
-        tuple[str, DgcTraining | None],
-        tuple[TensorCodec, TensorCodec | None, TensorCodec | None],
+        tuple[str, DgcTraining | None], tuple[TensorCodec, TensorCodec | None, TensorCodec | None]
     ] = {}
     found = {}
     for piece in slices:
@@ -127,6 +128,19 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
         if coded.gains:
             found[piece.number] = coded
     return found
+
+
+def note_code(
+    trace: TraceRecorder,
+    stage: CodecStage,
+    name: str,
+    about: SendFrame | Header,
+    started_ns: int,
+    size_bytes: int,
+) -> None:
+    """Note a slice that has been encoded or decoded, of so many bytes as a code."""
+    place = {"step": about.step, "slice_": about.slice, "priority": about.priority}
+    trace.span(stage.value, name, started_ns, size_bytes=size_bytes, **place)
 
 
 def check_code(header: Header, coded: SliceCodec) -> None:

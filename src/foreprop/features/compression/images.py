@@ -20,6 +20,7 @@ import torch
 from foreprop.core.codec import NONE, Place, codec_of, kind_of
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.slicing import Slice
+from foreprop.engine.plane import Plane
 from foreprop.engine.slicestore import Codes, Groups
 from foreprop.features.compression.averagecodes import AverageCodes
 from foreprop.features.compression.choosing import SliceCodec, answers_differ, coded_slices
@@ -31,7 +32,7 @@ from foreprop.features.compression.kernels import spans
 class CodedSlices(Codes):
     """What is special about updates and answers of slices with codecs.
 
-    ``scale_at``: see `AverageCodes`.
+    ``scale_at``, ``plane``: see `AverageCodes`.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class CodedSlices(Codes):
         slices: Sequence[Slice],
         index: int,
         scale_at: Callable[[int], float],
+        plane: Plane | None = None,
     ) -> None:
         self._manifest = manifest
         self._index = index
         self.coded: dict[int, SliceCodec] = {}
-        self.averages = AverageCodes(manifest.parameters, self.coded, index, scale_at)
+        self.averages = AverageCodes(manifest.parameters, self.coded, index, scale_at, plane)
         choices = manifest.knobs.compression
         names = [codec_of(info.name, choices) for info in manifest.parameters]
         self._is_dgc = [kind_of(name) == "dgc" for name in names]

@@ -1,5 +1,8 @@
 """A worker's codecs: gradients are encoded as they leave, and answers decoded as they come.
 
+The native plane does both by itself, of the codecs that it has (`engine.native.CODECS`). Of others
+this does.
+
 It stands in front of the engine, which sees every frame as it would be without codecs. A gradient
 is encoded in the thread that sends it, when its turn has come: the order is that of the frames, not
 of their lengths. An answer is decoded in the thread that received it. It is an average, or it moves
@@ -33,11 +36,12 @@ from foreprop.features.compression.choosing import (
     check_code,
     coded_slices,
     describe,
+    note_code,
 )
 from foreprop.features.compression.codecs import traits_of
 from foreprop.features.compression.images import bits_of, move_image, word_sum
 from foreprop.features.compression.remoteresiduals import NodeResiduals, ServersResiduals
-from foreprop.features.compression.residuals import Residuals, round_of
+from foreprop.features.compression.residuals import PlaneResiduals, Residuals, round_of
 
 
 class PushCodecs:
@@ -48,6 +52,7 @@ class PushCodecs:
     def __init__(self, engine: WorkerEngine) -> None:
         self._engine = engine
         self._trace: TraceRecorder | None = engine.trace
+        self._names = engine.manifest.slice_names()
         self._answers_differ = answers_differ(engine.manifest)
         self._slices = coded_slices(engine.manifest, engine.slices)
         # by slice: whether workers update it, so that answers are averages
@@ -66,17 +71,29 @@ class PushCodecs:
         if engine.manifest.workers_per_push > 1:  # relays encode; nothing is on the node
             self.residuals = NodeResiduals(engine, self._slices)
         else:
-            self.residuals = Residuals(
-                engine.parameters,
-                self._slices,
-                rank=engine.rank,
-                some_count=engine.manifest.knobs.counts_some,
-            )
+            kept = None
+            if (plane := engine.plane) is not None:
+                kept = PlaneResiduals(plane, plane.WORKER, self._slices)
+                self._averaged = dict.fromkeys(self._slices, True)
+            about = (engine.parameters, self._slices)
+            some_count = engine.manifest.knobs.counts_some
+            self.residuals = Residuals(*about, rank=engine.rank, some_count=some_count, kept=kept)
         # all residuals that checkpoints have; servers keep those of averages
         self.kept = (self.residuals, ServersResiduals(engine, self._slices, self._averaged))
         self._announced_scale = 1.0
-        # what would have been sent, and received, without codecs
-        self.raw_pushed_bytes = self.raw_reply_bytes = 0
+        self._raw_pushed_bytes = self._raw_reply_bytes = 0
+
+    @property
+    def raw_pushed_bytes(self) -> int:
+        """What would have been sent without codecs."""
+        plane = self._engine.plane
+        return self._raw_pushed_bytes if plane is None else plane.statistics()[7]
+
+    @property
+    def raw_reply_bytes(self) -> int:
+        """What would have been received without codecs."""
+        plane = self._engine.plane
+        return self._raw_reply_bytes if plane is None else plane.statistics()[8]
 
     def describe(self) -> str:
         return describe(self._engine.manifest.knobs.compression)
@@ -98,6 +115,8 @@ class PushCodecs:
                     f" where it is taken out before, or use another codec than {codec}"
                 )
         self.residuals.announce(step, scale)
+        if (plane := self._engine.plane) is not None:
+            plane.tell_scale(plane.WORKER, step, scale)
         if not manifest.optimizer.groups:
             data = msgspec.json.encode(with_scale((), scale))
             self._engine.announce_hyperparameters(step, data)
@@ -113,7 +132,7 @@ class PushCodecs:
             if len(raw) and not (averaged and coded.average_codec is None):
                 data = self._encoded(coded, raw, push)
         with self._engine.lock:
-            self.raw_pushed_bytes += len(raw)
+            self._raw_pushed_bytes += len(raw)
         return data
 
     def _encoded(self, coded: SliceCodec, raw: memoryview, frame: SendFrame) -> memoryview:
@@ -126,7 +145,8 @@ class PushCodecs:
         started_ns = 0 if self._trace is None else self._trace.now_ns()
         data = self.residuals.encoded(frame, raw, image)
         if self._trace is not None:
-            self._span(self._trace, CodecStage.ENCODED, frame, started_ns, len(data))
+            name = self._names[frame.slice]
+            note_code(self._trace, CodecStage.ENCODED, name, frame, started_ns, len(data))
         return data
 
     # The receiving threads.
@@ -156,7 +176,7 @@ class PushCodecs:
         else:
             self._keep_image(header, payload)
         with self._engine.lock:
-            self.raw_reply_bytes += raw_bytes
+            self._raw_reply_bytes += raw_bytes
             if header.slice in self._cast:  # whose memory goes by lengths
                 self._engine.counters.reply_bytes -= raw_bytes - header.payload_bytes
         seen = header._replace(payload_bytes=raw_bytes) if header.slice in self._cast else header
@@ -185,7 +205,8 @@ class PushCodecs:
             else:
                 self._sums[number] = word_sum(out)
         if self._trace is not None:
-            self._span(self._trace, CodecStage.DECODED, header, started_ns, len(payload))
+            name = self._names[number]
+            note_code(self._trace, CodecStage.DECODED, name, header, started_ns, len(payload))
 
     def _image_of(self, coded: SliceCodec, out: torch.Tensor, header: Header) -> torch.Tensor:
         """The values before this answer; raises `TrainingLoopError` if somebody changed them."""
@@ -220,15 +241,3 @@ class PushCodecs:
                 self._images[header.slice] = values.clone()
             else:
                 self._sums[header.slice] = word_sum(values)
-
-    def _span(
-        self,
-        trace: TraceRecorder,
-        stage: CodecStage,
-        about: SendFrame | Header,
-        started_ns: int,
-        size_bytes: int,
-    ) -> None:
-        name = self._engine.parameters[self._engine.slices[about.slice].parameter].name
-        place = {"step": about.step, "slice_": about.slice, "priority": about.priority}
-        trace.span(stage.value, name, started_ns, size_bytes=size_bytes, **place)

@@ -6,17 +6,19 @@ scale, and for each element the nearest whole number q of scales. int8 and int4:
 scale = max|x| / L, q = round(x / scale).
 
 On the wire: float32 scales, one per block, then the codes q + L in 2, 4 or 8 bits each: four, two
-or one of them in a byte, the first one lowest. Codes of a byte lie in the bytes of one
-little-endian word, so all words are shifted together.
+or one of them in a byte, the first one lowest.
 
 A slice may be short, as where a model is scaled down: then calls cost more than arithmetic. So it
-is numpy's, whose calls cost less than torch's, and the last block is filled up with zeros.
+is numpy's, whose calls cost less than torch's, and the last block is filled up with zeros. The
+native library makes int8 and int4 where there is one, in one call that lets other threads run, with
+the bits of what is here: this is its specification.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,7 @@ import torch
 
 from foreprop.core.codec import Place
 from foreprop.engine.memory import bytes_of
+from foreprop.engine.native import maybe_library
 from foreprop.errors import RemoteProtocolError
 from foreprop.features.compression.kernels import (
     ErrorFeedback,
@@ -31,7 +34,6 @@ from foreprop.features.compression.kernels import (
     array_of,
     check_size,
     copy_parts,
-    spans,
 )
 
 Floats = npt.NDArray[np.float32]
@@ -47,12 +49,6 @@ _ROUNDING = np.float32(1.5 * 2**23)
 rounded to the nearest, to even if two are as near."""
 _THREE_LEVELS = 1.224 / (2 / np.pi) ** 0.5
 """1.224 standard deviations of a normal distribution, as a factor of its mean magnitude."""
-_LOWEST = {2: 0x0303_0303, 4: 0x0F0F}  # the bits of codes in a word, one code in each byte
-
-
-def largest_of(rows: Floats) -> Floats:
-    largest: Floats = np.abs(rows).max(axis=1)
-    return largest
 
 
 @dataclass(slots=True)
@@ -70,6 +66,8 @@ class BlockQuantiser(Stateless):
     limit_of: Callable[[Floats], Floats]
     """Gives what L scales are for each row, (rows, elems) to (rows,); larger elements are clipped.
     Zeros in a row do not change it."""
+    library: Any = None
+    """What has the same in native code, if anything: blocks of `BLOCK_ELEMS` and the largest."""
 
     @property
     def bits(self) -> int:
@@ -81,100 +79,57 @@ class BlockQuantiser(Stateless):
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place
     ) -> memoryview:
-        return self._encode(values.numpy(), None)
-
-    def encode_with(self, values: torch.Tensor, error: torch.Tensor, place: Place) -> memoryview:
-        """Encode ``values`` + ``error``; ``error`` becomes what is left out, if all are finite.
-
-        The bits are those of `encode` and `decode`. If there are several parts the sum is made
-        twice: parts stay in the cache, which is quicker than memory for it.
-        """
-        return self._encode(values.numpy(), error.numpy())
-
-    def _encode(self, values: Floats, error: Floats | None) -> memoryview:
+        if self.library is not None:
+            return self.encode_with(values, None, place)
         elems = len(values)
         data = np.empty(self.most_bytes(elems), np.uint8)
         scales = data[: 4 * self._blocks(elems)].view(np.float32)
-        packed = data[scales.nbytes :]
-        codes = packed if self.bits == 8 else np.empty(elems, np.uint8)
-        parts = [
-            (span, slice(span.start // self.block_elems, self._blocks(span.stop)))
-            for span in spans(elems)
-        ]
-        rows = np.empty((0, 0), np.float32)
+        rows = np.zeros((len(scales), self.block_elems), np.float32)
+        rows.reshape(-1)[:elems] = values.numpy()
         with np.errstate(all="ignore"):
-            limits = np.empty(len(scales), np.float32)
-            for span, blocks in parts:
-                rows = self._rows(values, error, span, blocks)
-                limits[blocks] = self.limit_of(rows)
-            is_broken = self._set_scales(limits, scales)
-            divisors: Floats = np.where(scales > 0, scales, np.float32(1))  # of a NaN as well
-            for span, blocks in parts:
-                if len(parts) > 1:
-                    rows = self._rows(values, error, span, blocks)
-                quotients = rows / divisors[blocks, None]
-                if is_broken:
-                    quotients[np.isnan(scales[blocks])] = 0.0
-                self._round(quotients)
-                flat = quotients.reshape(-1)[: span.stop - span.start]
-                np.copyto(codes[span], flat, casting="unsafe")
-                if error is not None and not is_broken:
-                    quotients -= np.float32(self.levels)
-                    quotients *= scales[blocks, None]  # as decoded
-                    np.subtract(rows.reshape(-1)[: len(flat)], flat, out=error[span])
-        if self.bits < 8:
-            pack(codes, self.bits, packed)
+            is_broken = self._set_scales(self.limit_of(rows), scales)
+            rows /= np.where(scales > 0, scales, np.float32(1))[:, None]  # of a NaN as well
+            if is_broken:
+                rows[np.isnan(scales)] = 0.0
+            self._round(rows)
+        pack(rows.reshape(-1)[:elems].astype(np.uint8), self.bits, data[scales.nbytes :])
+        return data.data
+
+    def encode_with(
+        self, values: torch.Tensor, error: torch.Tensor | None, place: Place
+    ) -> memoryview:
+        """Encode ``values`` + ``error``; ``error`` becomes what is left out, if all are finite."""
+        data = np.empty(self.most_bytes(len(values)), np.uint8)
+        kept = None if error is None else error.data_ptr()
+        about = (self.levels, values.data_ptr(), kept, len(values), data.ctypes.data)
+        self.library.fp_quantise(*about)
         return data.data
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:
-        elems = len(out)
+        elems, target = len(out), out.numpy()
         check_size(self.name, data, elems, self.most_bytes(elems))
         if not elems:
             return
+        if self.library is not None:
+            code = np.frombuffer(data, np.uint8).ctypes.data
+            if self.library.fp_dequantise(self.levels, code, elems, out.data_ptr()):
+                return  # else what is wrong is said below
         scales = np.frombuffer(data, np.float32, self._blocks(elems))
-        target = out.numpy()
+        codes = unpack(np.frombuffer(data, np.uint8, offset=scales.nbytes), self.bits, elems)
         with np.errstate(all="ignore"):
             if ((scales < 0) | (scales > self._largest_scale())).any():
                 raise RemoteProtocolError(f"{self.name}: a scale is negative or infinite")
-            packed = np.frombuffer(data, np.uint8, offset=scales.nbytes)
-            codes = unpack(packed, self.bits, elems)
             if int(codes.max()) > 2 * self.levels:
                 raise RemoteProtocolError(f"{self.name}: a code is above {2 * self.levels}")
-            for span, blocks in self._equal_parts(elems):
-                part = target[span]
-                np.copyto(part, codes[span])
-                part -= np.float32(self.levels)
-                rows = part.reshape(blocks.stop - blocks.start, -1)  # the same memory
-                rows *= scales[blocks, None]
+            np.copyto(target, codes)
+            target -= np.float32(self.levels)
+            target *= np.repeat(scales, self.block_elems)[:elems]
 
     def _largest_scale(self) -> np.float32:
         return _LARGEST / np.float32(self.levels)
 
     def _blocks(self, elems: int) -> int:
         return -(-elems // self.block_elems)
-
-    def _equal_parts(self, elems: int) -> Iterator[tuple[slice, slice]]:
-        """Spans of elements and of their blocks; the blocks of a pair are of equal length."""
-        whole = elems // self.block_elems * self.block_elems
-        for span in spans(whole):
-            yield span, slice(span.start // self.block_elems, span.stop // self.block_elems)
-        if whole < elems:
-            last = self._blocks(elems)
-            yield slice(whole, elems), slice(last - 1, last)
-
-    def _rows(self, values: Floats, error: Floats | None, span: slice, blocks: slice) -> Floats:
-        """The sum of values and error, a row for each block; perhaps the memory of ``values``."""
-        elems, rows = span.stop - span.start, blocks.stop - blocks.start
-        filled = rows * self.block_elems
-        if error is None and filled == elems:
-            return values[span].reshape(rows, -1)
-        part = np.empty(filled, np.float32)
-        if error is None:
-            part[:elems] = values[span]
-        else:
-            np.add(values[span], error[span], out=part[:elems])
-        part[elems:] = 0.0
-        return part.reshape(rows, -1)
 
     def _set_scales(self, limits: Floats, scales: Floats) -> bool:
         """Set all scales; returns whether a block has something that is not finite."""
@@ -196,12 +151,19 @@ class BlockQuantiser(Stateless):
 
 def int8() -> ErrorFeedback:
     """1.03 bytes per element; an error of at most max|x| / 254, beside float32's own rounding."""
-    return _with_feedback(BlockQuantiser("int8", 127, BLOCK_ELEMS, largest_of))
+    return _by_the_largest("int8", 127)
 
 
 def int4() -> ErrorFeedback:
     """0.53 bytes per element; an error of at most max|x| / 14, beside float32's own rounding."""
-    return _with_feedback(BlockQuantiser("int4", 7, BLOCK_ELEMS, largest_of))
+    return _by_the_largest("int4", 7)
+
+
+def _by_the_largest(name: str, levels: int) -> ErrorFeedback:
+    made = BlockQuantiser(
+        name, levels, BLOCK_ELEMS, lambda rows: np.abs(rows).max(axis=1), maybe_library()
+    )
+    return ErrorFeedback(made, None if made.library is None else made.encode_with)
 
 
 def int2() -> ErrorFeedback:
@@ -212,7 +174,7 @@ def int2() -> ErrorFeedback:
     halfway. Sigma follows from the mean magnitude of what is not zero, which overflows later than
     squares. No element's error is larger than the element, so the codec can answer pushes.
     """
-    return _with_feedback(BlockQuantiser("int2", 1, BLOCK_ELEMS, _best_scale_of_three))
+    return ErrorFeedback(BlockQuantiser("int2", 1, BLOCK_ELEMS, _best_scale_of_three))
 
 
 def _best_scale_of_three(rows: Floats) -> Floats:
@@ -221,10 +183,6 @@ def _best_scale_of_three(rows: Floats) -> Floats:
     limits = np.minimum(_THREE_LEVELS * means, magnitudes.max(axis=1))
     narrow: Floats = limits.astype(np.float32)
     return narrow
-
-
-def _with_feedback(quantiser: BlockQuantiser) -> ErrorFeedback:
-    return ErrorFeedback(quantiser, quantiser.encode_with)
 
 
 # Codes in bytes.
@@ -237,27 +195,20 @@ def pack(codes: Bytes, bits: int, packed: Bytes) -> None:
     if bits == 8:
         packed[:] = codes
         return
-    per_byte = 8 // bits
-    if missing := -len(codes) % per_byte:
-        codes = np.append(codes, np.zeros(missing, np.uint8))
-    words = codes.view(f"<u{per_byte}")
-    mixed = words | words >> (8 - bits)
-    for place in range(2, per_byte):
-        mixed |= words >> place * (8 - bits)
-    np.copyto(packed, mixed, casting="unsafe")  # the lowest byte
+    whole = np.zeros((len(packed), 8 // bits), np.uint8)
+    whole.reshape(-1)[: len(codes)] = codes
+    packed[:] = whole[:, 0]
+    for place in range(1, 8 // bits):
+        packed |= whole[:, place] << place * bits
 
 
 def unpack(packed: Bytes, bits: int, elems: int) -> Bytes:
     """The codes (elems,); raises `RemoteProtocolError` if a bit behind the last code is set."""
     if bits == 8:
         return packed
-    per_byte = 8 // bits
-    words = packed.astype(f"<u{per_byte}")
-    spread = words | words << (8 - bits)
-    for place in range(2, per_byte):
-        spread |= words << place * (8 - bits)
-    spread &= _LOWEST[bits]
-    codes: Bytes = spread.view(np.uint8)
+    codes = np.empty(len(packed) * 8 // bits, np.uint8)
+    for place in range(8 // bits):
+        np.bitwise_and(packed >> place * bits, (1 << bits) - 1, out=codes[place :: 8 // bits])
     if codes[elems:].any():
         raise RemoteProtocolError("packed codes: bits are set after the last one")
     return codes[:elems]

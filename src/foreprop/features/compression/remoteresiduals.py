@@ -150,10 +150,7 @@ class ServersResiduals(_RemoteResiduals):
     """
 
     def __init__(
-        self,
-        engine: WorkerEngine,
-        slices: Mapping[int, SliceCodec],
-        averaged: Mapping[int, bool],
+        self, engine: WorkerEngine, slices: Mapping[int, SliceCodec], averaged: Mapping[int, bool]
     ) -> None:
         self.ranks = range(engine.rank == 0)
         copies = Residuals(engine.parameters, slices, rank=engine.rank, averages=True)

@@ -27,7 +27,7 @@ from foreprop.engine.slices import Slices
 from foreprop.engine.slicestore import SliceStore
 from foreprop.engine.trace import CodecStage, TraceRecorder
 from foreprop.errors import InternalError
-from foreprop.features.compression.choosing import SliceCodec, check_code
+from foreprop.features.compression.choosing import SliceCodec, check_code, note_code
 from foreprop.features.compression.codecs import TensorCodec
 from foreprop.features.compression.images import CodedSlices, bits_of, move_image
 
@@ -166,9 +166,8 @@ class ReplyCodecs:
 
     def _note_encoded(self, frame: SendFrame, started_ns: int, size_bytes: int) -> None:
         if self._trace is not None:
-            about = {"step": frame.step, "slice_": frame.slice, "priority": frame.priority}
-            name, stage = self._names[frame.slice], CodecStage.ENCODED.value
-            self._trace.span(stage, name, started_ns, size_bytes=size_bytes, **about)
+            about = (self._names[frame.slice], frame, started_ns, size_bytes)
+            note_code(self._trace, CodecStage.ENCODED, *about)
 
     def _difference(
         self, answer: _Answer, codec: TensorCodec, values: torch.Tensor, place: Place

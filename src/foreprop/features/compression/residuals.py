@@ -16,8 +16,9 @@ states, with the round and without. Encoded once more, a round has the same byte
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from foreprop.core.collect import NEVER
 from foreprop.core.frames import Round, SendFrame
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.wire import ROUND_SHIFT, Flag, Header
+from foreprop.engine.plane import Plane
 from foreprop.errors import ConfigError, RemoteProtocolError
 from foreprop.features.compression.choosing import SliceCodec
 from foreprop.features.compression.codecs import TensorCodec
@@ -47,11 +49,13 @@ class SliceResidual:
 
     __slots__ = ("_open", "_tried", "arrays", "scale")
 
-    def __init__(self, arrays: Arrays, scale: float) -> None:
+    def __init__(
+        self, arrays: Arrays, scale: float, *, tried: Arrays | None = None, open_: Round = NEVER
+    ) -> None:
         self.arrays = arrays
         self.scale = scale  # of the loss, as the arrays have it
-        self._open = NEVER  # the round that may still not count
-        self._tried: Arrays = {}  # the arrays as that round would leave them
+        self._open = open_  # the round that may still not count
+        self._tried = tried or {}  # the arrays as that round would leave them
 
     def use_scale(self, scale: float) -> None:
         factor, self.scale = scale / self.scale, scale
@@ -102,8 +106,44 @@ class SliceResidual:
         return {key: array / scale for key, array in copies.items()}
 
 
+class PlaneResiduals(MutableMapping[int, SliceResidual]):
+    """Residuals that the native plane keeps, of a server's index or ``Plane.WORKER``, by slice."""
+
+    def __init__(self, plane: Plane, index: int, slices: Mapping[int, SliceCodec]) -> None:
+        self._plane, self._index, self._slices = plane, index, slices
+
+    def __getitem__(self, number: int) -> SliceResidual:
+        kept, tried = (torch.empty(self._slices[number].elems) for _ in range(2))
+        scale, open_ = ctypes.c_double(), (ctypes.c_int64 * 2)()
+        about = (kept.data_ptr(), tried.data_ptr(), ctypes.byref(scale), open_)
+        if not self._plane.ask("fp_residual", self._index, number, *about):
+            raise KeyError(number)
+        round_ = (open_[0], open_[1])
+        return SliceResidual({"error": kept}, scale.value, tried={"error": tried}, open_=round_)
+
+    def __setitem__(self, number: int, residual: SliceResidual) -> None:
+        if residual.arrays:  # else its codec remembers nothing
+            self._put(number, residual.arrays["error"], residual.scale)
+
+    def __delitem__(self, number: int) -> None:
+        self._put(number, torch.empty(0), 1.0)
+
+    def _put(self, number: int, kept: torch.Tensor, scale: float) -> None:
+        about = (kept.data_ptr(), len(kept), scale)
+        self._plane.ask("fp_put_residual", self._index, number, *about)
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for number in self._slices if self.get(number) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class Residuals:
     """The residuals of one worker or relay, or of a server's ``averages``.
+
+    ``kept`` has them where the native plane encodes. ``told`` says the loss's scale in a step where
+    nobody announces it here.
 
     Sending threads use them, each those of its server's slices; on a server one thread at a time
     those of a slice. ``some_count``: servers may leave pushes out, and tell. Checkpoints are made
@@ -118,6 +158,8 @@ class Residuals:
         rank: int,
         averages: bool = False,
         some_count: bool = False,
+        kept: MutableMapping[int, SliceResidual] | None = None,
+        told: Callable[[int], float] | None = None,
     ) -> None:
         self.ranks = range(rank, rank + 1)
         """The ranks whose saved residuals it loads; a relay goes by its node's first."""
@@ -126,7 +168,8 @@ class Residuals:
         self._slices = slices
         self._averages = averages
         self._lock = threading.Lock()
-        self._kept: dict[int, SliceResidual] = {}
+        self._kept = {} if kept is None else kept
+        self._told = told
         self._scales: dict[int, float] = {}  # of the loss, by step
 
     def _codec_of(self, number: int) -> TensorCodec:
@@ -170,6 +213,8 @@ class Residuals:
             kept.give_up()
 
     def scale_at(self, step: int) -> float:
+        if self._told is not None:  # of the last round, before this step
+            return self._told(step - 1)
         with self._lock:
             known = [announced for announced in self._scales if announced <= step]
             return self._scales[max(known)] if known else 1.0
@@ -263,11 +308,7 @@ class Residuals:
 
 
 def divided(
-    states: Sequence[Mapping[str, Any]],
-    *,
-    ranks: Container[int],
-    world_size: int,
-    averages: bool,
+    states: Sequence[Mapping[str, Any]], *, ranks: Container[int], world_size: int, averages: bool
 ) -> dict[str, dict[str, torch.Tensor]]:
     """The part of ``ranks`` in what all ranks have saved, so that the sum of all stays as it was.
 

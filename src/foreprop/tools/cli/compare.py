@@ -19,7 +19,7 @@ from foreprop.errors import ConfigError
 from foreprop.quantities import counted
 from foreprop.tools.cli.options import Shown, filling, systems, writable
 from foreprop.tools.cli.output import console, print_json, print_line, print_table
-from foreprop.tools.cli.run import Hosts, check_script, hosts_from, with_host_options
+from foreprop.tools.cli.run import Grace, Hosts, Script, check_script, hosts_from, with_host_options
 from foreprop.tools.compare.records import Task
 from foreprop.tools.compare.result import Comparison, Row, write_records
 from foreprop.tools.compare.run import Lines, Request, Start, Stopped
@@ -40,17 +40,9 @@ _REQUEST = {
 @with_host_options()
 @filling(Request, **_REQUEST)
 def compare(
-    script: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SCRIPT [ARGS]...",
-            help="The training script, and its arguments: all that follows is the script's.",
-        ),
-    ],
+    script: Script,
     *,
-    grace: Annotated[
-        float, typer.Option(min=0.0, help="Seconds from SIGTERM to SIGKILL for workers.")
-    ] = 10.0,
+    grace: Grace = 10.0,
     out: Annotated[Path, typer.Option(help="Folder for results.json and the runs' logs.")] = Path(
         "runs/compare"
     ),

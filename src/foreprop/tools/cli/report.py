@@ -9,13 +9,12 @@ from typing import Annotated
 import typer
 
 from foreprop.quantities import parse_rate
+from foreprop.tools.cli.trace import TraceFolder
 from foreprop.tools.report.jobpage import Selection, read_job, write_job_report
 
 
 def report(
-    directory: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="The folder given as trace=...")
-    ],
+    directory: TraceFolder,
     out: Annotated[
         Path | None, typer.Option(help="Page to write.", show_default="DIRECTORY/report.html")
     ] = None,

@@ -124,24 +124,27 @@ Nodes = Annotated[
     ),
 ]
 
+Script = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SCRIPT [ARGS]...",
+        help="The training script, and its arguments: all that follows is the script's.",
+    ),
+]
+Grace = Annotated[
+    float,
+    typer.Option(min=0.0, help="Seconds from SIGTERM to SIGKILL for workers that have to end."),
+]
+
 
 @with_host_options()
 def run(
-    script: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SCRIPT [ARGS]...",
-            help="The training script, and its arguments: all that follows is the script's.",
-        ),
-    ],
+    script: Script,
     *,
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT is a module, as after python -m.")
     ] = False,
-    grace: Annotated[
-        float,
-        typer.Option(min=0.0, help="Seconds from SIGTERM to SIGKILL for workers that have to end."),
-    ] = 10.0,
+    grace: Grace = 10.0,
     elastic: Elastic = False,
     nodes: Nodes = None,
     max_restarts: MaxRestarts = 0,

@@ -11,11 +11,13 @@ from foreprop.quantities import counted
 from foreprop.tools.cli.output import print_json
 from foreprop.tools.report.perfetto import merge_traces
 
+TraceFolder = Annotated[
+    Path, typer.Argument(exists=True, file_okay=False, help="The folder given as trace=...")
+]
+
 
 def trace(
-    directory: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="The folder given as trace=...")
-    ],
+    directory: TraceFolder,
     out: Annotated[
         Path | None, typer.Option(help="File to write.", show_default="DIRECTORY/merged.json")
     ] = None,
