@@ -54,8 +54,8 @@ class Plane {
           queued_ns_(setting_.parameters),
           complete_(setting_.parameters),
           answered_(setting_.parameters),
-          sums_(setting_.slices.size()),
           left_out_(setting_.slices.size()),
+          sums_(setting_.slices.size()),
           made_ns_(setting_.slices.size()),
           wake_sender_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
           wake_receiver_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
@@ -539,6 +539,7 @@ class Plane {
     Buffer coded(SliceResidual& left_out, const Piece& piece, Round round, const void* from);
     static void decode_to(std::uint8_t* to, const Piece& piece, const Frame& frame,
                           const Buffer& code);
+    Buffer decoded(const Piece& piece, const Frame& frame, const Buffer& code);
     int sender_on(const Connection& connection) const;
     void seal(int sender, const Frame& frame, const std::uint8_t* payload, std::size_t size,
               std::uint8_t* out) const;
@@ -634,9 +635,9 @@ class Plane {
         Buffer data;
         std::vector<int> owed;  // other ranks to which it has still to be sent
     };
-    Scales scales_;                       // of the loss, as this rank's loop has told
+    Scales scales_;                        // of the loss, as this rank's loop has told
     std::vector<SliceResidual> left_out_;  // by slice, of the codes that this rank pushes
-    std::vector<Sum> sums_;              // by slice: what is answered; under its server's lock
+    std::vector<Sum> sums_;                // by slice: what is answered; under its server's lock
     std::vector<std::int64_t> made_ns_;  // and when it was made
     std::vector<Posted> posted_;
     std::deque<Posted> here_;

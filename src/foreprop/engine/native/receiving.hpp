@@ -78,12 +78,9 @@ inline void Plane::take_own() {
 inline void Plane::push_own(Server& at, const Frame& push) {
     const Piece& piece = setting_.slices[push.slice];
     if (piece.codec == Codec::none) return;
-    Buffer code = leaving_gradient(piece, push), values;
-    if (code) {
-        values = buffers_.take(piece.size_bytes);
-        decode_to(values->data(), piece, push, code);
-    }
-    at.rooms[push.slice][static_cast<std::size_t>(setting_.rank)] = std::move(values);
+    const Buffer code = leaving_gradient(piece, push);
+    at.rooms[push.slice][static_cast<std::size_t>(setting_.rank)] =
+        code ? decoded(piece, push, code) : nullptr;
 }
 
 // Behind the pushes before it; but by the socket as long as the server does not know us.
@@ -218,11 +215,10 @@ inline void Plane::took(Connection& connection, std::size_t bytes) {
         }
         came_to_worker(peer, came, h.payload_bytes, connection.began_ns);
     } else {
-        if (const Piece& piece = setting_.slices[came.slice];
-            connection.room && connection.room->size() != piece.size_bytes) {
-            Buffer values = buffers_.take(piece.size_bytes);
-            decode_to(values->data(), piece, came, connection.room);
-            connection.room = std::move(values);
+        if (connection.room) {  // else nobody has looked whether there is such a slice
+            const Piece& piece = setting_.slices[came.slice];
+            if (connection.room->size() != piece.size_bytes)
+                connection.room = decoded(piece, came, connection.room);
         }
         Server& at = *servers_.at(connection.index);
         came_to_server(&connection, at, peer, came, connection.began_ns);

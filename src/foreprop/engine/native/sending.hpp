@@ -236,6 +236,12 @@ inline void Plane::decode_to(std::uint8_t* to, const Piece& piece, const Frame& 
     throw ProtocolError(ProtocolError::remote, which + ": what has come is no code of its codec");
 }
 
+inline Buffer Plane::decoded(const Piece& piece, const Frame& frame, const Buffer& code) {
+    Buffer values = buffers_.take(piece.size_bytes);
+    decode_to(values->data(), piece, frame, code);
+    return values;
+}
+
 inline int Plane::sender_on(const Connection& connection) const {
     return connection.role == worker ? setting_.rank : connection.index;
 }

@@ -31,23 +31,13 @@ struct Piece {
     std::size_t usual_bytes() const {
         return codec == Codec::none ? size_bytes : code_bytes(codec, elems());
     }
+    // A cast is the codec of its type.
+    Codec cast() const { return dtype == Dtype::bfloat16 ? Codec::bf16 : Codec::fp16; }
     void narrow(const std::uint8_t* from, std::uint8_t* to) const {
-        const auto* whole = reinterpret_cast<const float*>(from);
-        const std::size_t elems = whole_bytes / sizeof(float);
-        if (dtype == Dtype::bfloat16) {
-            sums_detail::narrow(reinterpret_cast<Bfloat16*>(to), whole, elems);
-        } else {
-            sums_detail::narrow(reinterpret_cast<Float16*>(to), whole, elems);
-        }
+        encode(cast(), reinterpret_cast<const float*>(from), nullptr, elems(), to);
     }
     void widen(const std::uint8_t* from, std::uint8_t* to) const {
-        auto* whole = reinterpret_cast<float*>(to);
-        const std::size_t elems = whole_bytes / sizeof(float);
-        if (dtype == Dtype::bfloat16) {
-            sums_detail::widen(whole, reinterpret_cast<const Bfloat16*>(from), elems);
-        } else {
-            sums_detail::widen(whole, reinterpret_cast<const Float16*>(from), elems);
-        }
+        decode(cast(), from, elems(), reinterpret_cast<float*>(to));
     }
 };
 
