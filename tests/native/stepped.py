@@ -39,8 +39,11 @@ from foreprop.core.frames import (
     ValuesAwaited,
     ValuesOffered,
 )
+from foreprop.core.membership import MemberLeft, PeerDropped
+from foreprop.core.newcomers import AnswerJoin, JoinAsked, JoinSettled
 from foreprop.core.sendqueue import Order, Reply, Turns
 from foreprop.core.slicing import Slice
+from foreprop.core.takeover import SlicesSettled
 from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
 
 _MOST = 100_000
@@ -103,11 +106,11 @@ class _Stepped:
         found, at = [], 0
         while at < length:
             fixed, ranks = (
-                self._out[at : at + 12],
-                self._out[at + 12 : at + 12 + self._out[at + 11]],
+                self._out[at : at + 13],
+                self._out[at + 13 : at + 13 + self._out[at + 12]],
             )
             found.append(_decoded(fixed, tuple(ranks), text))
-            at += 12 + len(ranks)
+            at += 13 + len(ranks)
         return found
 
     def _encoded(self, event: Any) -> list[Any]:
@@ -115,15 +118,20 @@ class _Stepped:
 
 
 def _decoded(fixed: Sequence[int], ranks: tuple[int, ...], text: str) -> Any:
-    what, peer, kind, step, slice_, priority, flags, token, average, measured, blamed, _ = fixed
+    what, peer, kind, step, slice_, priority, flags, token, *more = fixed
+    average, measured, blamed, counted, _ = more
     made = [
         lambda: SendFrame(peer, kind, step, slice_, priority, flags, token),
         lambda: CompleteParameter(slice_, step),
         Finish,
-        lambda: UpdateSlice(slice_, step, ranks, bool(average), bool(measured)),
+        lambda: UpdateSlice(
+            slice_, step, ranks, bool(average), bool(measured), tuple(range(counted))
+        ),
         lambda: InstallValue(slice_),
         lambda: SendSquares(step, ()),
         lambda: FailSession(text, blamed, step),
+        lambda: MemberLeft(-1, step, slice_, priority),
+        lambda: AnswerJoin(-1, step, slice_, priority, bool(flags)),
     ]
     return made[what]()
 
@@ -214,7 +222,11 @@ class NativeWorker(_Stepped):
 
 
 class NativeServer(_Stepped):
-    """In the place of `ServerMachine` with the rule `AllMembers`."""
+    """In the place of `ServerMachine` with the rule `AllMembers`, or else `FirstMembers`.
+
+    Of whose pushes an update counts it says only how many there are, and of who has left, or asks
+    to join, not which rank that is.
+    """
 
     def __init__(
         self,
@@ -226,12 +238,16 @@ class NativeServer(_Stepped):
         names: Sequence[str],
         reply: Reply,
         turns: Turns,
+        started: int | None = None,
     ) -> None:
+        """``started``: so many of the ``workers`` begin, and others may come; None: all stay."""
         self._step = library().fp_server_step
         own = [piece for piece in slices if piece.server == index]
         setting = _numbers(
             index,
             workers,
+            workers if started is None else started,
+            started is not None,
             _ORDERS.index(order),
             _REPLIES.index(reply),
             turns,
@@ -259,4 +275,13 @@ class NativeServer(_Stepped):
                 return _message(5, event)
             case PeerLeft(rank):
                 return [6, rank]
+            case PeerDropped(rank):
+                return [7, rank]
+            case JoinAsked(rank, step):
+                return [8, rank, step]
+            case JoinSettled(rank, step):
+                return [9, rank, step]
+            case SlicesSettled(pieces, rounds):
+                (piece,) = pieces
+                return [10, piece.number, *rounds[piece.number]]
         raise AssertionError(event)

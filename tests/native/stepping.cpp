@@ -38,11 +38,17 @@ struct Answer {
     std::vector<Number> numbers;
     std::string text;
 
+    // What is said of members, in an instruction's fields.
+    void add(int what, Number a, Number b, Number c, Number d) {
+        for (Number n : {Number{what}, Number{0}, Number{0}, a, b, c, d, Number{0}, Number{0},
+                         Number{0}, Number{0}, Number{0}, Number{0}})
+            numbers.push_back(n);
+    }
     void add(const Instruction& each) {
         const Frame& f = each.frame;
         for (Number n : {Number{each.what}, Number{f.peer}, Number{f.kind}, f.step, Number{f.slice},
                          Number{f.priority}, Number{f.flags}, f.token, Number{each.average},
-                         Number{each.measured}, Number{each.blamed},
+                         Number{each.measured}, Number{each.blamed}, Number{each.counted},
                          static_cast<Number>(each.ranks.size())})
             numbers.push_back(n);
         for (int rank : each.ranks) numbers.push_back(rank);
@@ -102,8 +108,30 @@ Instructions step_worker(WorkerMachine& machine, Reader in) {
     return machine.closing();
 }
 
-Instructions step_server(ServerMachine& machine, Reader in) {
+Instructions step_server(ServerMachine& machine, Reader in, Answer& answer) {
     const int event = in.integer();
+    if (event == 7) {
+        const Departure left = machine.peer_dropped(in.integer());
+        if (left.is_told) answer.add(7, left.step, left.counted, left.slices, 0);
+        return machine.go_on();
+    }
+    if (event == 8) {
+        const int rank = in.integer();
+        const Promise found = machine.join_asked(rank, in.next());
+        answer.add(8, found.step, found.least, found.newest, found.ending);
+        return machine.go_on();
+    }
+    if (event == 9) {
+        const int rank = in.integer();
+        machine.join_settled(rank, in.next());
+        return machine.go_on();
+    }
+    if (event == 10) {
+        const int slice = in.integer();
+        const Step step = in.next();
+        machine.slice_settled(slice, "bias", {step, in.next()});
+        return {};
+    }
     if (event == 0 || event == 1 || event == 2) {
         const int rank = in.integer(), slice = in.integer();
         const Step step = in.next();
@@ -125,7 +153,7 @@ int answered(Step step, Number* out, int most, char* text, int most_text) {
     Answer answer;
     int result;
     try {
-        for (const Instruction& each : step()) answer.add(each);
+        for (const Instruction& each : step(answer)) answer.add(each);
         result = static_cast<int>(answer.numbers.size());
         if (result > most) return -99;
         std::memcpy(out, answer.numbers.data(), answer.numbers.size() * sizeof(Number));
@@ -163,7 +191,8 @@ void fp_worker_free(void* machine) { delete static_cast<WorkerMachine*>(machine)
 int fp_worker_step(void* machine, const Number* event, Number* out, int most, char* text,
                    int most_text) {
     auto& worker = *static_cast<WorkerMachine*>(machine);
-    return answered([&] { return step_worker(worker, Reader(event)); }, out, most, text, most_text);
+    return answered([&](Answer&) { return step_worker(worker, Reader(event)); }, out, most, text,
+                    most_text);
 }
 // queue depth, most queued, awaited
 void fp_worker_counts(const void* machine, int* out) {
@@ -190,6 +219,8 @@ void* fp_server_new(const Number* numbers, const char* names) {
     ServerSetting setting;
     setting.index = in.integer();
     setting.workers = in.integer();
+    setting.started = in.integer();
+    setting.elastic = in.next() != 0;
     setting.order = static_cast<Order>(in.integer());
     setting.reply = static_cast<Reply>(in.integer());
     setting.turns = turns_of(in);
@@ -204,7 +235,8 @@ void fp_server_free(void* machine) { delete static_cast<ServerMachine*>(machine)
 int fp_server_step(void* machine, const Number* event, Number* out, int most, char* text,
                    int most_text) {
     auto& server = *static_cast<ServerMachine*>(machine);
-    return answered([&] { return step_server(server, Reader(event)); }, out, most, text, most_text);
+    return answered([&](Answer& answer) { return step_server(server, Reader(event), answer); }, out,
+                    most, text, most_text);
 }
 // What of a connection's bound is in force after each of `count` pairs of round trips.
 void fp_send_bound(int most_bytes, const std::uint32_t* pairs, int count, int* bytes) {
@@ -285,6 +317,9 @@ void fp_narrow(int dtype, void* to, const float* from, Number elems) {
     } else {
         sums_detail::narrow(static_cast<Float16*>(to), from, size);
     }
+}
+int fp_server_has_sent_all(const void* machine, int rank) {
+    return static_cast<const ServerMachine*>(machine)->has_sent_all(rank);
 }
 int fp_server_depth(const void* machine) {
     return static_cast<const ServerMachine*>(machine)->queue_depth();

@@ -264,6 +264,8 @@ class FirstMembers(ClosingRule):
         followed: list[Any] = []
         left = None if self.newcomers.drop(rank) else self._member_left(rank)
         self.members.drop(rank)
+        for state in self._states.values():  # another worker may come with its number
+            state.owed.pop(rank, None)
         dropped = self._drop_pushed_ahead()
         if left is not None:
             ahead = sum((each.rank, each.step) == (rank, left.step) for each in dropped)

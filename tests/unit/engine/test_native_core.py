@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.core.closing import AllMembers
-from foreprop.core.collect import SendSquares, SliceUpdated, UpdateSlice
+from foreprop.core.collect import DropPush, SendSquares, SliceUpdated, UpdateSlice
+from foreprop.core.firstmembers import FirstMembers
 from foreprop.core.frames import (
     NO_TOKEN,
     CameAfter,
     Closing,
+    FailSession,
+    Finish,
     FrameSent,
     GradientReady,
     MessageReady,
@@ -35,11 +39,14 @@ from foreprop.core.frames import (
     ValuesAwaited,
     ValuesOffered,
 )
+from foreprop.core.membership import MemberLeft, Members, PeerDropped
+from foreprop.core.newcomers import AnswerJoin, JoinAsked, JoinSettled, MemberJoined
 from foreprop.core.norm import ZERO
 from foreprop.core.pushwindow import PushWindow
 from foreprop.core.sendqueue import SendBound, Turns
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
+from foreprop.core.takeover import SlicesSettled
 from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.errors import ForepropError
@@ -74,7 +81,23 @@ def outcome(machine: Any, event: Any) -> tuple[list[Any], Any]:
         told = machine.handle(event)
     except ForepropError as error:
         return [], (type(error), str(error))
-    return [each._replace(squares=()) if type(each) is SendSquares else each for each in told], None
+    pythons = (*_PYTHONS, Finish) if type(event) is PeerDropped else _PYTHONS
+    shown = [_shown(each) for each in told if type(each) not in pythons]
+    failed = [type(each) is FailSession for each in shown]
+    return shown[: failed.index(True) + 1] if any(failed) else shown, None  # that is the end
+
+
+_PYTHONS = (DropPush, MemberJoined)
+"""Instructions that Python follows alone; so it does `Finish`, where members are lost."""
+
+
+def _shown(told: Any) -> Any:
+    """An instruction as far as both machines say it."""
+    if type(told) is SendSquares:
+        return told._replace(squares=())
+    if type(told) is UpdateSlice:
+        return told._replace(counted=tuple(range(len(told.counted or ()))))
+    return told._replace(rank=-1) if type(told) in (AnswerJoin, MemberLeft) else told
 
 
 class Both:
@@ -87,11 +110,14 @@ class Both:
         self.sent: list[SendFrame] = []
         self.updating: list[UpdateSlice] = []
         self.events = 0
+        self.has_failed = False
 
     def tell(self, event: Any) -> None:
         told, error = outcome(self.core, event)
-        assert outcome(self.native, event) == (told, error), event
+        found = outcome(self.native, event)
+        assert found == (told, error), (event, found, (told, error))
         self.events += error is None
+        self.has_failed |= any(type(each) is FailSession for each in told)
         self.under_way += [each for each in told if type(each) is SendFrame]
         self.updating += [each for each in told if type(each) is UpdateSlice]
 
@@ -318,6 +344,107 @@ def test_servers_decide_alike(made: tuple[Both, int, list[int], str], data: Any)
         both.frame_sent(both.under_way[0])
     for rank in range(workers):
         both.tell(PeerLeft(rank))
+
+
+class Answering(FirstMembers):
+    """Its answers leave by the machine's lanes, as the plane's do."""
+
+    binds = False
+
+
+@st.composite
+def elastic_servers(draw: Any) -> tuple[Both, Members, list[Slice]]:
+    workers = draw(st.integers(2, 4))
+    members = Members(workers, started=draw(st.integers(1, workers)))
+    slices = [Slice(n, 0, 0, 1, SERVER if n < 4 else 0) for n in range(6)]
+    about: dict[str, Any] = {
+        "index": SERVER,
+        "workers": workers,
+        "order": draw(ORDERS),
+        "reply": "broadcast",
+        "names": ["bias"],
+        "turns": draw(TURNS),
+    }
+    closing = partial(Answering, members=members, has_values=False)
+    core: Any = ServerMachine(slices, closing=closing, **about)
+    native = NativeServer(slices, started=len(members.started), **about)
+    return Both(core, native), members, slices
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(elastic_servers(), st.data())
+def test_elastic_servers_decide_alike(
+    made: tuple[Both, Members, list[Slice]], data: Any
+) -> None:
+    both, members, slices = made
+    draw, core, workers = data.draw, both.core, members.workers
+    anyone, states = st.integers(0, workers - 1), core._states
+    usual_flags = int(draw(st.sampled_from([Flag.GRADIENT, Flag.NO_GRADIENT | Flag.GRADIENT])))
+
+    def push() -> None:
+        slice_ = draw(st.sampled_from(sorted(states)))
+        state, rank = states[slice_], draw(anyone)
+        step = max(state.oldest[0], state.done_step + 1, 1)
+        behind = [each for each in members.here if state.last[each][0] < step]
+        if draw(st.integers(0, 9)) and behind:  # who can, and somewhere to go
+            rank = draw(st.sampled_from(behind))
+        elif draw(st.booleans()):
+            step = draw(st.integers(1, 6))
+        is_past = (step, 0) <= state.done or state.updating == step
+        if (is_past and rank in members.here) or rank in members.promised:
+            return  # the plane refuses that, and Python answers it
+        flags = usual_flags if draw(st.integers(0, 19)) else int(draw(st.sampled_from(FLAGS[:-1])))
+        both.tell(PushArrived(rank, slice_, step, draw(st.integers(0, 2)), flags))
+
+    def update() -> None:
+        if both.updating:
+            both.updating.pop(0)
+            both.tell(SliceUpdated())
+
+    def some_frame_sent() -> None:
+        if both.under_way:
+            both.frame_sent(draw(st.sampled_from(both.under_way)))
+
+    def drop() -> None:
+        rank = draw(anyone)
+        if rank in members.here and core.can_spare(rank):
+            both.tell(PeerDropped(rank))
+
+    def ask() -> None:
+        rank = draw(anyone)
+        if rank not in members.here or rank in members.promised:
+            newest = max(max(each.done_step, each.updating) for each in states.values())
+            both.tell(JoinAsked(rank, newest + draw(st.integers(1, 4))))
+
+    def settle() -> None:
+        if members.promised:
+            rank, step = draw(st.sampled_from(sorted(members.promised.items())))
+            both.tell(JoinSettled(rank, step, 0))
+
+    def take_over() -> None:
+        if len(states) < len(slices):
+            piece = slices[len(states)]
+            after = (draw(st.integers(0, 3)), draw(st.integers(0, 1)))
+            both.tell(SlicesSettled((piece,), {piece.number: after}))
+
+    for number in range(4):
+        both.tell(ValueArrived(0, number, 0, 1))
+    usual = [push, push, push, push, push, update, update, some_frame_sent, some_frame_sent]
+    seldom: list[Callable[[], None]] = [
+        *[drop, ask, ask, settle, settle, take_over],
+        lambda: both.tell(message(draw, workers)),
+        lambda: draw(st.integers(0, 9)) or both.tell(PeerLeft(draw(anyone))),
+    ]
+    for _ in range(draw(st.integers(0, 80))):
+        draw(st.sampled_from([*usual * 3, *seldom]))()
+        if both.has_failed:
+            return
+        assert library().fp_server_depth(both.native._machine) == core.queue_depth
+        for rank in range(workers):
+            sent = library().fp_server_has_sent_all(both.native._machine, rank)
+            assert sent == core.has_sent_all(rank)
+    while both.under_way:
+        both.frame_sent(both.under_way[0])
 
 
 @settings(max_examples=50, deadline=None)

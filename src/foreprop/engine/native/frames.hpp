@@ -29,6 +29,7 @@ using Flags = std::uint32_t;
 constexpr Flags no_gradient = 1, value_changed = 2, unchanged = 4, builds_on = 16, gradient = 128,
                 measure = 256, averages_residual = 1024 | 16;
 constexpr int round_shift = 10;
+constexpr std::int64_t most_rounds = 1 << 6;
 
 enum class Order { priority, fifo };
 enum class Reply { broadcast, notify, pull };
@@ -74,6 +75,7 @@ struct Instruction {
     std::vector<int> ranks{};     // update: who had a gradient, ascending
     bool average = false;         // update: the aggregated gradient is the answer
     bool measured = false;        // update: say what its squares add up to
+    int counted = 0;              // update: how many have pushed, with a gradient or not; 0: all
     std::string reason{};         // fail
     int blamed = -1;              // fail
 };

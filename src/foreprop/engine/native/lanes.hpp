@@ -135,6 +135,10 @@ class SendLanes {
     }
 
     bool idle() const { return busy_.empty() && queued == 0; }
+    bool is_idle(int peer) const {
+        const auto found = queues_.find(peer);
+        return !busy_.contains(peer) && (found == queues_.end() || found->second.empty());
+    }
     // For reports.
     bool has(int kind, int slice) const {
         return std::any_of(queues_.begin(), queues_.end(), [&](const auto& each) {

@@ -1,5 +1,6 @@
-// `core.server_machine` with the rule `core.closing.AllMembers`: what a server combines and sends
-// next, where every worker pushes every round.
+// `core.server_machine`: what a server combines and sends next. A round closes when all have pushed
+// it (`core.closing.AllMembers`), or in an elastic session all members of its step
+// (`core.firstmembers.FirstMembers`).
 #pragma once
 
 #include <deque>
@@ -7,12 +8,15 @@
 #include <set>
 
 #include "lanes.hpp"
+#include "members.hpp"
 
 namespace foreprop {
 
 struct ServerSetting {
     int index;
     int workers;
+    int started;   // so many of them are here at the start
+    bool elastic;  // others may come, and any may be lost
     Order order;
     Reply reply;
     Turns turns;
@@ -24,13 +28,13 @@ class ServerMachine {
   public:
     explicit ServerMachine(ServerSetting setting)
         : index_(setting.index),
-          workers_(setting.workers),
+          elastic_(setting.elastic),
+          members_(setting.workers, setting.started),
           reply_(setting.reply),
           updates_(setting.order),
           lanes_(setting.order, setting.turns) {
         for (std::size_t place = 0; place < setting.slices.size(); ++place)
-            states_[setting.slices[place]].name = setting.names[place];
-        for (auto& [number, state] : states_) state.what = "slice " + text_of(number) + " of " + state.name;
+            begin(setting.slices[place], setting.names[place]);
     }
 
     // Events.
@@ -38,34 +42,21 @@ class ServerMachine {
         State& state = state_of(slice);
         const Round at{step, static_cast<std::int64_t>(flags >> round_shift)};
         check_rank(rank);
-        if (left_.contains(rank))
+        if (elastic_) {
+            if (!members_.here.contains(rank)) return {};  // it has been dropped
+            check_turn(state, slice, rank, at);
+            state.last[static_cast<std::size_t>(rank)] = at;
+        } else if (members_.left.contains(rank)) {
             throw refused(rank, "pushed a slice of " + state.name + " after its goodbye");
-        if (state.pushed.empty() ? at <= state.done || !step
-                                 : at != state.round || state.pushed.contains(rank)) {
+        } else if (state.pushed.empty() ? at <= state.done || !step
+                                        : at != state.round || state.pushed.contains(rank)) {
             throw misplaced(state, rank, at);
         }
         if (state.pushed.empty() || priority < state.priority) state.priority = priority;
         state.round = at;
-        state.pushed[rank] = flags;
-        if (static_cast<int>(state.pushed.size()) < workers_) return replying(missing_for_ever(state));
-        std::vector<int> ranks;
-        Flags any = 0, all = ~0u;
-        for (const auto& [peer, its] : state.pushed) {
-            if (!(its & no_gradient)) ranks.push_back(peer);
-            any |= its;
-            all &= its;
-        }
-        if ((any ^ all) & value_changed) return replying({unlike_values(state)});
-        if ((any ^ all) & gradient) return replying({unlike_updates(state)});
-        Instruction update{.what = Instruction::update,
-                           .frame = {.step = step, .slice = slice},
-                           .ranks = std::move(ranks),
-                           .average = (flags & gradient) != 0,
-                           .measured = (flags & measure) != 0};
-        updates_.push(step, state.priority, std::move(update));
-        return replying(next_update());
+        state.pushed[rank] = state.latest = flags;
+        return replying(close_if_complete(slice, state));
     }
-
     // `measured`: the shell has the sums of squares of what it has averaged.
     Instructions slice_updated(bool measured) {
         if (!is_updating_)
@@ -75,6 +66,7 @@ class ServerMachine {
         State& state = states_.at(update.frame.slice);
         const bool is_valued = state.valued == update.frame.step && !update.average;
         const Flags flags = update.ranks.empty() && !is_valued ? unchanged : 0;
+        state.is_closed = false;
         Instructions told;
         if (!measured) {
             answer(state, update, flags);
@@ -110,8 +102,8 @@ class ServerMachine {
         if (step) return {};
         state.done = {0, 0};
         state.priority = priority;
-        for (int other = 1; other < workers_; ++other)
-            send(Kind::reply, other, 0, slice, priority, 0);
+        for (int other : members_.here)
+            if (other && members_.counts(other, 0)) send(Kind::reply, other, 0, slice, priority, 0);
         return replying({{.what = Instruction::install, .frame = {.slice = slice}}});
     }
 
@@ -154,16 +146,95 @@ class ServerMachine {
     }
 
     Instructions peer_left(int rank) {
-        left_.insert(rank);
+        const bool is_known = members_.here.contains(rank);
+        if (is_known) members_.left.insert(rank);
         for (auto& [number, state] : states_) {
+            if (!is_known) break;  // it has been dropped
             if (Instructions failure = missing_for_ever(state); !failure.empty())
                 return replying(std::move(failure));
         }
         Instructions out = replying({});
-        if (out.empty() && static_cast<int>(left_.size()) == workers_)
-            out.push_back({.what = Instruction::finish});
+        if (out.empty() && members_.all_left()) out.push_back({.what = Instruction::finish});
         return out;
     }
+
+    // Members that go and come. What they change closes rounds in `go_on` alone, so that the shell
+    // can tell the members before any answer that has been made without, or with, such a rank.
+    Departure peer_dropped(int rank) {
+        Departure found{.slices = static_cast<int>(states_.size())};
+        is_held_ = true;
+        if (!members_.here.contains(rank)) return found;
+        found.is_told = !members_.promised.contains(rank);
+        const auto at = static_cast<std::size_t>(rank);
+        for (const auto& [_, state] : states_) found.step = std::max(found.step, state.last[at].step);
+        const bool has_begun = found.step >= members_.first_step(rank);
+        members_.drop(rank);
+        for (auto& [_, state] : states_) {
+            if (state.pushed.contains(rank)) state.unowed.insert(rank);
+            found.counted += has_begun && state.last[at].step == found.step;
+            // a round that no member has pushed is forgotten
+            const auto is_here = [&](const auto& push) { return members_.here.contains(push.first); };
+            if (state.pushed.empty() || state.is_closed ||
+                std::any_of(state.pushed.begin(), state.pushed.end(), is_here))
+                continue;
+            found.counted -= state.round.step == found.step && state.pushed.contains(rank);
+            state.pushed.clear();
+            state.unowed.clear();
+            state.round = never;
+        }
+        return found;
+    }
+    Promise join_asked(int rank, Step step) {
+        check_rank(rank);
+        is_held_ = true;
+        if (members_.promised.contains(rank)) members_.drop(rank);
+        Promise found;
+        Step pushed = 0;
+        for (const auto& [_, state] : states_) {
+            const Step closed = state.is_closed ? state.round.step : 0;
+            found.newest = std::max({found.newest, state.done.step, closed});
+            pushed = std::max(pushed, state.last[static_cast<std::size_t>(rank)].step);
+        }
+        found.least = std::max(found.newest + Members::lead_steps, pushed) + 1;
+        found.ending = !members_.left.empty();
+        if (step < found.least || found.ending) return found;
+        found.step = members_.promised[rank] = step;
+        members_.here.insert(rank);
+        members_.since[rank] = step - Members::lead_steps;
+        for (auto& [_, state] : states_)  // it pushes nothing of a step before
+            state.last[static_cast<std::size_t>(rank)] = {step - 1, most_rounds};
+        return found;
+    }
+    void join_settled(int rank, Step step) {
+        is_held_ = true;
+        members_.promised.erase(rank);
+        members_.since[rank] = step;
+    }
+    Instructions go_on() {
+        is_held_ = false;
+        Instructions told;
+        for (auto& [slice, state] : states_) {
+            for (auto& each : close_if_complete(slice, state)) told.push_back(std::move(each));
+            if (!told.empty() && told.back().what == Instruction::fail) break;
+        }
+        return replying(std::move(told));
+    }
+    // It is this server's from now on, and goes on after this round (`core.takeover`).
+    void slice_settled(int slice, const std::string& name, Round after) {
+        if (!states_.contains(slice)) begin(slice, name);
+        states_.at(slice).done = after;
+    }
+    bool is_here(int rank) const { return members_.here.contains(rank); }
+    bool owns(int slice) const { return states_.contains(slice); }
+    // Who is sent the average of the round that is being combined.
+    std::vector<int> answered(int slice) const {
+        std::vector<int> ranks;
+        const State& state = states_.at(slice);
+        for (const auto& [rank, _] : state.pushed)
+            if (!state.unowed.contains(rank)) ranks.push_back(rank);
+        return ranks;
+    }
+    bool has_sent_all(int rank) const { return lanes_.is_idle(rank); }
 
     int queue_depth() const { return lanes_.queued; }
 
@@ -180,12 +251,22 @@ class ServerMachine {
         Round done = never;
         Round round = never;                     // the one that is being collected
         std::map<int, Flags> pushed;     // its pushes' flags, by rank
+        Flags latest = 0;                // the last push's
         int priority = 0;
+        std::set<int> unowed;            // who has been dropped since
+        bool is_closed = false;          // and not combined yet
+        std::vector<Round> last;         // that each rank has pushed
         Step valued = -1;
         std::vector<std::pair<int, Step>> pulls; // that came before the update
         Flags unchanged = 0;             // the flag, if there is no average to be pulled
     };
 
+    void begin(int slice, const std::string& name) {
+        State& state = states_[slice];
+        state.name = name;
+        state.what = "slice " + text_of(slice) + " of " + name;
+        state.last.assign(static_cast<std::size_t>(members_.workers), Round{0, 0});
+    }
     State& state_of(int slice) {
         const auto found = states_.find(slice);
         if (found == states_.end()) {
@@ -196,10 +277,37 @@ class ServerMachine {
         return found->second;
     }
     void check_rank(int rank) const {
-        if (rank < 0 || rank >= workers_) {
+        if (rank < 0 || rank >= members_.workers) {
             throw ProtocolError(ProtocolError::remote, name_of(rank) + " of a world of " +
-                                                           text_of(workers_));
+                                                           text_of(members_.workers));
         }
+    }
+
+    Instructions close_if_complete(int slice, State& state) {
+        if (state.pushed.empty() || state.is_closed || is_held_) return {};
+        if (members_.since.empty() && state.pushed.size() < members_.here.size())
+            return missing_for_ever(state);
+        for (int rank : members_.here)
+            if (members_.counts(rank, state.round.step) && !state.pushed.contains(rank))
+                return missing_for_ever(state);
+        std::vector<int> ranks;
+        Flags any = 0, all = ~0u;
+        for (const auto& [peer, its] : state.pushed) {
+            if (!(its & no_gradient)) ranks.push_back(peer);
+            any |= its;
+            all &= its;
+        }
+        if ((any ^ all) & value_changed) return {unlike_values(state)};
+        if ((any ^ all) & gradient) return {unlike_updates(state)};
+        state.is_closed = true;
+        Instruction update{.what = Instruction::update,
+                           .frame = {.step = state.round.step, .slice = slice},
+                           .ranks = std::move(ranks),
+                           .average = (any & gradient) != 0,
+                           .measured = !elastic_ && (state.latest & measure),
+                           .counted = elastic_ ? static_cast<int>(state.pushed.size()) : 0};
+        updates_.push(state.round.step, state.priority, std::move(update));
+        return next_update();
     }
 
     Instructions next_update() {
@@ -213,7 +321,9 @@ class ServerMachine {
         const Step step = update.frame.step;
         const int slice = update.frame.slice;
         state.done = state.round;
+        const auto ranks = answered(slice);
         state.pushed.clear();
+        state.unowed.clear();
         state.round = never;
         state.unchanged = update.average ? flags : 0;
         if (reply_ == Reply::pull) {
@@ -222,8 +332,7 @@ class ServerMachine {
             return;
         }
         const Kind kind = reply_ == Reply::notify ? Kind::notify : Kind::reply;
-        for (int rank = 0; rank < workers_; ++rank)
-            send(kind, rank, step, slice, state.priority, flags);
+        for (int rank : ranks) send(kind, rank, step, slice, state.priority, flags);
     }
 
     void send(Kind kind, int rank, Step step, int slice, int priority, Flags flags) {
@@ -235,6 +344,29 @@ class ServerMachine {
     }
 
     // What does not fit.
+    void check_turn(const State& state, int slice, int rank, Round at) const {
+        const std::string what = name_of(rank) + " pushed slice " + text_of(slice) + " of " +
+                                 state.name + " for " + name_of(at);
+        const auto refuse = [&](const std::string& why) {
+            throw ProtocolError(ProtocolError::remote, what + why);
+        };
+        const Round last = state.last[static_cast<std::size_t>(rank)];
+        if (members_.left.contains(rank)) refuse(" after its goodbye");
+        if (at <= last) refuse(" after " + name_of(last));
+        // it was lost to the others, at a server that is lost: they have gone on without it
+        if (at <= state.done || (state.is_closed && at == state.round)) refuse(", which is past");
+        if (!state.pushed.empty() && at != state.round) {
+            throw ProtocolError(ProtocolError::apart,
+                                what + " while " + name_of(state.round) +
+                                    " is open: all ranks must make the same number of steps, and of"
+                                    " backward passes in each");
+        }
+    }
+    static std::string name_of(Round at) {
+        const bool is_again = at.again > 0 && at.again < most_rounds;
+        return "step " + text_of(at.step) + (is_again ? ", round " + text_of(at.again + 1) : "");
+    }
+    static std::string name_of(int rank) { return foreprop::name_of(rank); }
     ProtocolError refused(int rank, const std::string& why) const {
         return {ProtocolError::remote, name_of(rank) + " " + why};
     }
@@ -294,9 +426,9 @@ class ServerMachine {
     }
     // Fails if somebody has left who will never push what the others have pushed.
     Instructions missing_for_ever(const State& state) const {
-        if (left_.empty() || state.pushed.empty()) return {};
-        for (int rank = 0; rank < workers_; ++rank) {
-            if (state.pushed.contains(rank) || !left_.contains(rank)) continue;
+        if (members_.left.empty() || state.pushed.empty() || state.is_closed) return {};
+        for (int rank : members_.left) {
+            if (state.pushed.contains(rank) || !members_.counts(rank, state.round.step)) continue;
             return {failing(name_of(rank) + " has left the session, but " +
                                 listed(having(state, 0, 0)) + " are at step " +
                                 text_of(state.round.step) + " and need its gradient of " +
@@ -308,10 +440,11 @@ class ServerMachine {
     }
 
     int index_;
-    int workers_;
+    bool elastic_;
+    Members members_;
+    bool is_held_ = false;  // no round closes before `go_on`
     Reply reply_;
     std::map<int, State> states_;  // by slice
-    std::set<int> left_;
     SendQueue<Instruction> updates_;
     bool is_updating_ = false;
     Instruction updating_{};
