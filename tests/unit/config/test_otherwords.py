@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 import foreprop
 from foreprop import Config, ConfigError
 from foreprop.config.otherwords import (
-    _NAMES,
-    _VALUES,
     answer_to_name,
     answer_to_value,
     did_you_mean,
+    names,
+    values,
 )
 
 SETTINGS = {spec.name for spec in fields(Config)}
@@ -59,7 +59,7 @@ def test_every_argument_of_other_libraries_is_answered(words: Iterator[str]) -> 
 
 
 def test_answers_name_settings_and_values_that_there_are() -> None:
-    answers = [*_NAMES.values(), *_VALUES.values()]
+    answers = [*names().values(), *values().values()]
     texts = {text for words in answers for text in words.values()}
     written = {found for text in texts for found in re.findall(r"(\w+)='?([\w.:]*)'?", text)}
     assert {name for name, _ in written} <= SETTINGS | ARGUMENTS | {"requires_grad"}
@@ -72,7 +72,7 @@ def test_answers_name_settings_and_values_that_there_are() -> None:
 
 
 def test_no_word_of_the_table_is_a_setting() -> None:
-    assert {word for words in _NAMES.values() for word in words} & SETTINGS == set()
+    assert {word for words in names().values() for word in words} & SETTINGS == set()
 
 
 WORDS = [
