@@ -286,6 +286,7 @@ inline void Plane::ask_again(Connection& connection, const FrameReader::Arrived&
 // Every length is checked against what is awaited, before a byte of the payload is read.
 inline std::uint8_t* Plane::room_for(Connection& connection, const Header& header,
                                      const std::uint8_t* raw) {
+    connection.room = nullptr;  // of a frame that was damaged
     const bool replies = connection.role == worker;
     const Kind kind = replies ? Kind::reply : Kind::push;
     const bool is_bare = header.kind == static_cast<int>(replies ? Kind::notify : Kind::pull);
