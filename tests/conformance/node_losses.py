@@ -27,6 +27,9 @@ def cut_off(session: Any) -> None:
     """
     backend = session._training.backends.all[0]
     for handle in backend.connections.handles:
+        handle._server._done.set()  # whatever ends now, it does not care
+        for peer in list(handle._server._peers.values()):
+            peer.stream.close()  # before its log ends: nothing is answered that is not there
         handle._server.end()
         handle._thread.join(30)
     for connection in backend.engine.connections:

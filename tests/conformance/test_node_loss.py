@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,8 +125,10 @@ class Loss:
         step: Step = usual,
         claiming: int | None = None,
         has_claimed: bool = False,
+        planes: Sequence[str] = (),
     ) -> None:
         self.ranks, self.victims, self.step = ranks, victims, step
+        self.planes = planes  # by rank, if not all have the same
         self.claiming, self.has_claimed = claiming, has_claimed
         gone = {*victims, *([] if claiming is None else [claiming])}
         self.survivors = [rank for rank in range(ranks) if rank not in gone]
@@ -152,6 +154,8 @@ class Loss:
         model, optimizer = build_seeded(self.build, seed=world.rank)
         at, layer = self.victims.get(world.rank, (0, None))
         about: Any = {**BESIDE, "counted_log": str(self._folder), **settings}
+        if self.planes:
+            about["plane"] = self.planes[world.rank]
         try:
             with foreprop.parallelize(model, optimizer, world=world, **about) as session:
                 self.pieces[:] = pieces_of(session)
@@ -325,6 +329,14 @@ def test_a_server_without_slices_is_outlived(tmp_path: Path) -> None:
 def test_with_a_secret(tmp_path: Path, encryption: str | None) -> None:
     settings = {"secret_file": secret_file(tmp_path), "encryption": encryption}
     Loss(tmp_path, 3, {0: (3, 2)}).run(with_sgd(), **settings).check()
+
+
+@pytest.mark.parametrize("victim", [0, *long_cases(1, 2)])
+@pytest.mark.parametrize("planes", ["auto python auto", *long_cases("python auto auto")])
+def test_planes_may_differ(tmp_path: Path, victim: int, planes: str) -> None:
+    """Slices of one plane's server go on at the other's, and averages that one lacks are given."""
+    loss = Loss(tmp_path, 3, {victim: (3, 2)}, planes=planes.split()).run(with_adam).check()
+    assert all(len(loss.takeovers(rank)) == 1 for rank in loss.survivors)
 
 
 def test_without_a_loss_no_bit_is_another() -> None:

@@ -73,7 +73,8 @@ class Outcome:
 
 
 def start(run: Run, zygote: Zygote, net: Cables, given: Try) -> None:
-    plan = Plan(steps=150, pause_s=0.03, settings=given.settings)
+    plane = {"plane": "python"} if given.kind == "server" else {}  # a process, then
+    plan = Plan(steps=150, pause_s=0.03, settings=given.settings | plane)
     settings = {
         "FOREPROP_ARCHITECTURE": "p2p",
         "FOREPROP_ELASTIC": "1",

@@ -8,11 +8,47 @@ using namespace testing;
 
 namespace {
 
+// What survivors of a rank that is lost say to each other, as Python does (`core.takeover`).
+class Survivors {
+  public:
+    explicit Survivors(int lost) : lost_(lost) {}
+    int lost() const { return lost_; }
+    int owner_of(int slice) const { return slice % lost_; }
+    // Blocks until all have claimed; returns after which rounds slices go on, the first time only
+    // once `settle` has told their owners.
+    template <class Settle>
+    std::map<int, Round> claim(const std::map<int, Round>& claims, int rank, Settle settle) {
+        std::unique_lock lock(mutex_);
+        for (const auto& [slice, round] : claims) by_slice_[slice][rank] = round;
+        if (++said_ == lost_) {
+            for (const auto& [slice, by] : by_slice_) {
+                Round newest = never;
+                for (const auto& [_, round] : by) newest = std::max(newest, round);
+                settled_[slice] = newest;
+            }
+            settle(settled_, by_slice_);
+            is_settled_ = true;
+            changed_.notify_all();
+        }
+        changed_.wait(lock, [&] { return is_settled_; });
+        return settled_;
+    }
+
+  private:
+    const int lost_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    int said_ = 0;
+    bool is_settled_ = false;
+    std::map<int, std::map<int, Round>> by_slice_;
+    std::map<int, Round> settled_;
+};
+
 // One rank as Python has it: threads that read each connection, one that trains, others that ask.
 class Rank {
   public:
-    Rank(int rank, int ranks, Reply reply = Reply::broadcast)
-        : setting_(setting_of(rank, ranks, reply)), plane_(std::make_unique<Plane>(setting_)) {
+    Rank(int rank, int ranks, Reply reply = Reply::broadcast, Survivors* survivors = nullptr)
+        : setting_(setting_for(rank, ranks, reply, survivors != nullptr)), survivors_(survivors), plane_(std::make_unique<Plane>(setting_)) {
         for (int& link : links_) {
             link = memfd_create("link", MFD_CLOEXEC);
             require(!ftruncate(link, sizeof(double)), "a link's file has its length");
@@ -31,7 +67,13 @@ class Rank {
         if (setting_.workers > 2) plane_->pace(id, links_[0], links_[1], 1e-9);
         plane_->carry(id, peer);
         ids_.push_back(id);
-        threads_.emplace_back([this, id] { read(id); });
+        threads_.emplace_back([this, id, role, peer] {
+            read(id);
+            const bool outlives =
+                survivors_ && !ends_ && peer == survivors_->lost() && setting_.rank != peer;
+            if (outlives) outlive(id, role);
+            if (!outlives) lose();
+        });
         return id;
     }
     void start(int steps) {
@@ -50,16 +92,67 @@ class Rank {
         threads_.clear();
         plane_.reset();
     }
-    // All connections break, as if the process had died.
-    void vanish(const std::vector<int>& fds) {
-        for (int fd : fds) shutdown(fd, SHUT_RDWR);
+    // All connections break, as if the process had died, for some a little later.
+    void vanish(const std::vector<int>& fds, int pause_us = 0) {
+        for (int fd : fds) {
+            shutdown(fd, SHUT_RDWR);
+            std::this_thread::sleep_for(std::chrono::microseconds(pause_us));
+        }
     }
     bool is_lost() const { return lost_; }
+    std::vector<Rank*> others;  // that survive, this one among them
     int steps() const { return steps_; }
     long passed() const { return passed_; }
     long norms() const { return norms_; }
 
   private:
+    static PlaneSetting setting_for(int rank, int ranks, Reply reply, bool elastic) {
+        PlaneSetting made = setting_of(rank, ranks, reply, elastic ? Codec::none : Codec::bf16);
+        made.elastic = elastic;
+        return made;
+    }
+    void lose() {
+        lost_ = true;
+        plane_->ring();
+    }
+    // The last rank is gone, at this one's server, or with its own server.
+    void outlive(Plane::Id id, Role role) {
+        const int own = setting_.rank, gone = survivors_->lost();
+        plane_->release(id);
+        if (role == Plane::server) {
+            plane_->drop(own, gone);
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));  // as others are told
+            plane_->go_on(own);
+            return;
+        }
+        std::vector<std::pair<int, int>> owners;
+        for (std::size_t slice = 0; slice < setting_.slices.size(); ++slice)
+            if (setting_.slices[slice].server == gone)
+                owners.emplace_back(slice, survivors_->owner_of(static_cast<int>(slice)));
+        plane_->slices_lost(gone, owners);
+        std::map<int, Round> claims;
+        for (const auto& [slice, _] : owners) claims[slice] = plane_->slice(slice).claim;
+        const auto rounds = survivors_->claim(claims, own, [&](const auto& settled, const auto& by) {
+            for (const auto& [slice, after] : settled) settle(slice, after, by.at(slice));
+        });
+        plane_->slices_go_on({rounds.begin(), rounds.end()});
+    }
+    // Its new owner goes on after this round, and who lacks that one's average is given it.
+    void settle(int slice, Round after, const std::map<int, Round>& claims) const {
+        const int owner = survivors_->owner_of(slice);
+        Plane& at = others[static_cast<std::size_t>(owner)]->plane();
+        at.take_over(owner, slice, after);
+        for (const auto& [rank, claimed] : claims) {
+            if (claimed >= after) continue;
+            const Flags flags = after.step % 5 ? 0 : unchanged;
+            const Piece& piece = setting_.slices[static_cast<std::size_t>(slice)];
+            const Bytes average(flags ? 0 : piece.whole_bytes);
+            const int reply = static_cast<int>(Kind::reply);
+            at.message(owner, {rank, reply, after.step, slice, -1, flags, no_token}, average.data(),
+                       average.size());
+            ++given;
+        }
+    }
     // What passes is whole frames; the reader checks their headers.
     void read(Plane::Id id) {
         const auto none = [this](const Header& h, const std::uint8_t*) -> std::uint8_t* {
@@ -85,8 +178,6 @@ class Rank {
         }
         const End end = plane_->end_of(id);
         require(end.kind == End::closed || end.kind == End::broken, end.text.c_str());
-        lost_ = true;
-        plane_->ring();
     }
     void train(int steps) {
         for (Step step = 1; step <= steps && !lost_; ++step) {
@@ -112,7 +203,7 @@ class Rank {
                 plane_->push(each, step, gradient | none | measured, gradients[each].data(),
                              results[each].data(), copies ? &word_ : nullptr, number(each));
                 const Frame about{each % setting_.workers, barrier, step, 0, each, 0, no_token};
-                plane_->message(about, results[0].data(), static_cast<std::size_t>(each));
+                plane_->message(-1, about, results[0].data(), static_cast<std::size_t>(each));
             }
             plane_->pulls_due();
             for (int each = 0; each < sizes; ++each) {
@@ -150,6 +241,7 @@ class Rank {
             if (turn == 20) plane_->tell_begins(own);
             if (turn % 7 == 0) plane_->learn({4, 3, 2, 1, 0});
             if (turn % 11 == 0) plane_->flush(1);
+            if (turn % 13 == 0) plane_->has_heard(1);
             plane_->wait(turn % sizes, 1);
             plane_->ring();
         }
@@ -209,10 +301,12 @@ class Rank {
     }
 
   public:
+    static inline std::atomic<int> given = 0;  // averages, to who lacked them
     bool visits_ = false;  // nobody else is this peer
 
   private:
     const PlaneSetting setting_;
+    Survivors* const survivors_;
     std::unique_ptr<Plane> plane_;
     std::vector<Plane::Id> ids_;
     std::vector<std::thread> threads_;
@@ -225,12 +319,8 @@ class Rank {
     std::atomic<long> passed_ = 0, norms_ = 0;
 };
 
-// `vanishes_at`: the last rank's connections break when it has made so many steps.
-void train_together(int count, int steps, int vanishes_at, Reply reply = Reply::broadcast) {
-    std::vector<std::unique_ptr<Rank>> ranks;
-    std::vector<int> last;
-    for (int rank = 0; rank < count; ++rank)
-        ranks.push_back(std::make_unique<Rank>(rank, count, reply));
+void connect(std::vector<std::unique_ptr<Rank>>& ranks, std::vector<int>& last) {
+    const int count = static_cast<int>(ranks.size());
     for (int rank = 0; rank < count; ++rank) {
         for (int server = 0; server < count; ++server) {
             const Pair sockets;
@@ -240,6 +330,15 @@ void train_together(int count, int steps, int vanishes_at, Reply reply = Reply::
             ranks[static_cast<std::size_t>(rank)]->adopt(Plane::worker, server, sockets.ends[0]);
         }
     }
+}
+
+// `vanishes_at`: the last rank's connections break when it has made so many steps.
+void train_together(int count, int steps, int vanishes_at, Reply reply = Reply::broadcast) {
+    std::vector<std::unique_ptr<Rank>> ranks;
+    std::vector<int> last;
+    for (int rank = 0; rank < count; ++rank)
+        ranks.push_back(std::make_unique<Rank>(rank, count, reply));
+    connect(ranks, last);
     for (auto& each : ranks) each->start(steps);
     if (vanishes_at) {
         while (ranks.back()->steps() < vanishes_at)
@@ -254,6 +353,30 @@ void train_together(int count, int steps, int vanishes_at, Reply reply = Reply::
     }
     for (auto& each : ranks) each->close();
     std::printf("%d ranks, %d steps%s\n", count, ranks[0]->steps(), vanishes_at ? ", one lost" : "");
+    std::fflush(stdout);
+}
+
+// As before, and the others go on: those slices have other servers.
+void outlive_the_last(int count, int steps, int vanishes_at) {
+    Survivors survivors(count - 1);
+    std::vector<std::unique_ptr<Rank>> ranks;
+    std::vector<int> last;
+    for (int rank = 0; rank < count; ++rank)
+        ranks.push_back(std::make_unique<Rank>(rank, count, Reply::broadcast, &survivors));
+    for (auto& each : ranks)
+        for (int rank = 0; rank < count - 1; ++rank)
+            each->others.push_back(ranks[static_cast<std::size_t>(rank)].get());
+    connect(ranks, last);
+    for (auto& each : ranks) each->start(steps);
+    while (ranks.back()->steps() < vanishes_at)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    ranks.back()->vanish(last, 300 * vanishes_at);
+    for (auto& each : ranks) each->wait();
+    for (auto& each : ranks)
+        require(each == ranks.back() || each->steps() == steps, "survivors make all steps");
+    for (auto& each : ranks) each->close();
+    std::printf("%d ranks, %d outlive the last, %d averages given\n", count, count - 1,
+                Rank::given.load());
     std::fflush(stdout);
 }
 
@@ -278,5 +401,6 @@ int main(int count, char** arguments) {
         train_together(2, steps, 0, reply);
     train_together(3, steps, 0);
     train_together(3, 1'000'000, 5);
+    for (int vanishes_at : {1, 2, 3, 4, 5, 6}) outlive_the_last(3, 12, vanishes_at);
     release_while_damaged_frames_come();
 }

@@ -27,7 +27,7 @@ inline PlaneSetting setting_of(int rank, int ranks, Reply reply = Reply::broadca
                                Codec codec = Codec::bf16) {
     PlaneSetting made{};
     made.rank = rank;
-    made.workers = ranks;
+    made.workers = made.started = ranks;
     made.parameters = sizes;
     made.order = Order::priority;
     made.reply = reply;

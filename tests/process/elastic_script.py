@@ -103,6 +103,8 @@ def train(plan: Plan, rank: int, result: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     model, optimizer = build()
     about: Any = {"elastic": True, "slice_elems": SLICE_ELEMS, **plan.settings}
+    if str(rank) in plan.cuts.keys() | plan.reply_cuts.keys():
+        about["plane"] = "python"  # which sends its frames itself
     saved = Path(os.environ["RESULTS"]) / "checkpoints" if plan.every else None
     session = foreprop.parallelize(model, optimizer, resume=saved, **about)
     assert isinstance(session, foreprop.Session)

@@ -168,8 +168,9 @@ class _Composition:
         counting_rule = counting or self._maybe_staleness(slices, host.index)
         closing = AllMembers if counting_rule is None else counting_rule.closing
         self._machine = self._make_machine(slices, host.index, closing)
-        thread_name = f"foreprop-server{host.index}-send"
-        self._executor = Executor(self._machine.handle, host, peers, connections, thread_name)
+        about_sending = (connections, f"foreprop-server{host.index}-send")
+        carry = partial(plane.message, index=host.index) if plane and counting else None
+        self._executor = Executor(self._machine.handle, host, peers, *about_sending, carry=carry)
         newcomers = None if counting is None else counting.newcomers
         numbers = partial(AnnouncedNumbers, newcomers=newcomers, pass_on=self._tell_scale)
         self._settings = numbers(manifest, self._executor)
@@ -194,10 +195,8 @@ class _Composition:
         self._waits = Waits([*others, self._slices])
         self._goodbyes = Goodbyes(self._executor)
         self._admission = None if counting is None else self._begin_counting(counting)
-        about_all = (names, self._executor, self._waits)
         self.work = ServerWork(
-            self._receivers(codes),
-            *about_all,
+            *(self._receivers(codes), names, self._executor, self._waits),
             counting=counting,
             admission=self._admission,
             look_at_plane=self._maybe_look(host.index),
@@ -215,7 +214,8 @@ class _Composition:
         about = (self._machine, self._executor, self._store, names)
         if self._plane is None:
             return Slices(*about, check=self._finite_check())
-        return PlaneSlices(self._plane, index, *about)
+        told = {} if self._counting is None else {"on_told": self._counting.catch_up}
+        return PlaneSlices(self._plane, index, *about, **told)
 
     def _maybe_look(self, index: int) -> Callable[[], None] | None:
         ranks = self._manifest.most_workers
@@ -246,6 +246,10 @@ class _Composition:
             "turns": turns_of(knobs.lanes, index, len(peers.present)),
             "closing": closing,
         }
+        if self._plane is not None and self._counting is not None:
+            from foreprop.features.members.planemembers import MembersPlaneServer
+
+            return MembersPlaneServer(self._plane, slices, **about)
         if self._plane is not None:
             return PlaneServer(self._plane, slices, **about)
         if not self._shards:
@@ -322,7 +326,8 @@ class _Composition:
 
     def _begin_counting(self, counting: Counting) -> Admission | None:
         """Begin to count members; returns what takes in newcomers, in an elastic session."""
-        admission = None
+        admission, index, connections = None, self._executor.host.index, self._connections
+        last_push = partial(self._plane.last_push, index) if self._plane else None
         if self._manifest.knobs.elastic:
             from foreprop.features.members.admission import Admission
 
@@ -333,9 +338,15 @@ class _Composition:
             self._executor,
             self._connections,
             unlike=self._settings.history.unlike,
+            last_push=last_push or (lambda rank: connections[rank].last_push),
+            draw_counted=getattr(self._machine, "draw_counted", tuple),
             place_of=(lambda rank: None) if admission is None else admission.place_of,
         )
         self._executor.doers[DropPush] = self._drop
+        if self._plane is not None:
+            from foreprop.features.members.planemembers import going_on
+
+            self._executor.doers.update(going_on(self._executor, self._plane))
         return admission
 
     def _drop(self, push: DropPush) -> None:

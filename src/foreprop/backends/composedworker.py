@@ -73,6 +73,10 @@ class ServedBackend:
         """Where the servers are, as this newcomer was told."""
         self.why_python = self.connections.use_plane(manifest)
         """Why the Python engine carries the slices, if it does."""
+        if self.connections.plane is not None and manifest.knobs.elastic:
+            from foreprop.features.members.planemembers import MembersPlaneWorker
+
+            self.connections.plane.worker_class = MembersPlaneWorker
         self.connections.open(None if setup.config.join is None else self._join)
         self.session_id = self.connections.session_id
         self.engine = WorkerEngine(

@@ -111,7 +111,8 @@ class Connections:
 
     def _own_servers(self) -> Sequence[int]:
         """The servers that this worker starts."""
-        if self._config.dedicated_servers or self._world.rank != self.first_rank:
+        has_none = self._config.dedicated_servers or self._config.join is not None
+        if has_none or self._world.rank != self.first_rank:
             return ()
         each = self._config.servers_per_node
         return range(self.node * each, (self.node + 1) * each)

@@ -108,21 +108,28 @@ class Newcomers:
     def ask(self, event: JoinAsked) -> AnswerJoin:
         """Promise the step if possible; raises `RemoteProtocolError` for a rank that is here."""
         rank, step = event
-        if rank in self._members.here and rank not in self._members.promised:
-            raise RemoteProtocolError(f"rank {rank} wants to join, and is here")
-        self.drop(rank)
+        self.begin_anew(rank)
         closed = (max(each.done_step, each.updating) for each in self._states.values())
         newest = max(closed, default=0)  # the last step of which some slice takes no push any more
         pushed = max((each.last[rank][0] for each in self._states.values()), default=0)
         least = max(newest + LEAD_STEPS, pushed) + 1
         if step < least or self._members.left:
             return AnswerJoin(rank, 0, least, newest, ending=bool(self._members.left))
-        self._members.promised[rank] = step
-        self._members.here.add(rank)
-        self._members.since[rank] = step - LEAD_STEPS
+        self.promise(rank, step)
         for each in self._states.values():
             each.last[rank] = (step - 1, MOST_ROUNDS)  # it pushes nothing of a step before
         return AnswerJoin(rank, step, least, newest)
+
+    def begin_anew(self, rank: int) -> None:
+        """Forget what the rank was promised; raises `RemoteProtocolError` if it is a member."""
+        if rank in self._members.here and rank not in self._members.promised:
+            raise RemoteProtocolError(f"rank {rank} wants to join, and is here")
+        self.drop(rank)
+
+    def promise(self, rank: int, step: int) -> None:
+        self._members.promised[rank] = step
+        self._members.here.add(rank)
+        self._members.since[rank] = step - LEAD_STEPS
 
     def settle(self, event: JoinSettled) -> MemberJoined:
         rank, step, newest = event

@@ -94,6 +94,9 @@ class Plane:
     WORKER = -1
     """Whose spans: in the place of a server's index."""
 
+    worker_class: type[PlaneWorker] | None = None
+    """Of the worker's machine, where a session has another one."""
+
     def __init__(self, manifest: Manifest, config: Config, *, rank: int, servers: Sequence[int]):
         library = maybe_library()
         if library is None:
@@ -211,7 +214,7 @@ class Plane:
         self, memory: Sequence[ParameterBytes], slices: Sequence[Slice], **about: Any
     ) -> PlaneWorker:
         """The worker's machine; ``about``: as `core.worker_machine.WorkerMachine`'s."""
-        return PlaneWorker(self, memory, slices, **about)
+        return (self.worker_class or PlaneWorker)(self, memory, slices, **about)
 
     # The training thread's.
     def push(
@@ -235,16 +238,17 @@ class Plane:
 
     def message(
         self,
-        server: int,
+        peer: int,
         kind: int,
         step: int,
         priority: int,
         slice_: int,
         data: bytes | memoryview,
         flags: int,
+        index: int = WORKER,
     ) -> None:
-        """Have another frame of the worker's leave in its turn. Any thread."""
-        about = (server, int(kind), step, slice_, priority, flags)
+        """Have another frame of the worker's, or a server's, leave in its turn. Any thread."""
+        about = (index, peer, int(kind), step, slice_, priority, flags)
         self.ask("fp_message", *about, _address(memoryview(data)), len(data))
 
     def await_values(self, step: int, rooms: Sequence[memoryview]) -> None:
@@ -418,7 +422,8 @@ def _numbers(manifest: Manifest, config: Config, rank: int, servers: Sequence[in
     knobs, workers, slices = manifest.knobs, manifest.most_workers, manifest.slices()
     known = sum(1 << kind for kind in Kind)
     checked = config.encryption is None and streams.load_checksum() is not None
-    numbers = [rank, workers, len(manifest.parameters), known, int(checked)]
+    numbers = [rank, workers, manifest.world_size, int(knobs.elastic)]
+    numbers += [len(manifest.parameters), known, int(checked)]
     numbers.append(int(knobs.aggregation.reports_nonfinite))
     numbers += [int(knobs.order == "fifo"), _REPLIES.index(knobs.reply)]
     numbers += turns(turns_of(knobs.lanes, rank, knobs.servers))
@@ -582,7 +587,8 @@ class PlaneWorker(WorkerMachine):
         return self._plane.step_of(parameter)
 
     def missing_slices(self, parameter: int) -> list[tuple[Slice, bool | None]]:
-        return [(self._slices[number], left) for number, left in self._plane.missing(parameter)]
+        missing, owner = self._plane.missing(parameter), self.owner_of
+        return [(self._slices[n]._replace(server=owner(n)), left) for n, left in missing]
 
     @property
     def queue_depth(self) -> int:

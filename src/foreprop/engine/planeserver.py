@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 from foreprop.core.frames import PeerLeft, PullArrived, PushArrived, Stage
@@ -21,6 +22,8 @@ from foreprop.engine.plane import Plane, SliceSpan
 from foreprop.engine.slices import Slices
 from foreprop.engine.sums import SameBatch
 from foreprop.errors import InternalError
+
+_looked_at = attrgetter("priority", "done", "rounds", "owed")
 
 
 class SameBatchLook:
@@ -45,16 +48,17 @@ class PlaneServer(ServerMachine[Any]):
     @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:
         """Know what the plane knows of slices, in here only: it may be ahead of what comes next."""
-        before = [(each, each.priority, each.done, each.rounds) for each in self._states.values()]
+        before = [(each, _looked_at(each)) for each in self._states.values()]
         try:
             for number, priority, done, here, pushed in self._plane.snapshot(self._index):
                 state = self._states[number]
                 state.priority, state.done = priority, max(done, state.done)
                 state.rounds = {here: pushed} if pushed else {}
+                state.owed = dict.fromkeys(pushed, (here[0], priority))
             yield
         finally:
-            for state, priority, done, rounds in before:
-                state.priority, state.done, state.rounds = priority, done, rounds
+            for state, were in before:
+                state.priority, state.done, state.rounds, state.owed = were
 
     def handle(self, event: Any) -> Sequence[Any]:
         if isinstance(event, PushArrived | PullArrived):
@@ -77,8 +81,12 @@ class PlaneServer(ServerMachine[Any]):
 class PlaneSlices(Slices):
     """The slices of a server whose pushes the plane takes: it tells of some of them."""
 
-    def __init__(self, plane: Plane, index: int, *about: Any) -> None:
+    def __init__(
+        self, plane: Plane, index: int, *about: Any, on_told: Callable[[], object] = lambda: None
+    ) -> None:
+        """``on_told`` is called with each push that it tells of."""
         super().__init__(*about)
+        self._on_told = on_told
         self._plane = plane
         self._index = index
         self._heard: deque[SliceSpan] = deque()
@@ -89,7 +97,9 @@ class PlaneSlices(Slices):
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         if header.kind != Kind.PUSH:
             super().on_frame(peer, header, payload)
-        elif self._begins is not None and header.step > peer.last_step:
+            return
+        self._on_told()
+        if self._begins is not None and header.step > peer.last_step:
             peer.last_push = (header.slice, header.step)
             self._begins(peer, header.step)
 

@@ -373,9 +373,7 @@ def elastic_servers(draw: Any) -> tuple[Both, Members, list[Slice]]:
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(elastic_servers(), st.data())
-def test_elastic_servers_decide_alike(
-    made: tuple[Both, Members, list[Slice]], data: Any
-) -> None:
+def test_elastic_servers_decide_alike(made: tuple[Both, Members, list[Slice]], data: Any) -> None:
     both, members, slices = made
     draw, core, workers = data.draw, both.core, members.workers
     anyone, states = st.integers(0, workers - 1), core._states

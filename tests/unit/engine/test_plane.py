@@ -909,7 +909,9 @@ def test_of_each_slice_it_tells_what_has_happened_and_when() -> None:
     [
         ({}, ""),
         ({"plane": "python"}, "plane='python'"),
-        ({"elastic": True}, "elastic"),
+        ({"elastic": True}, ""),
+        ({"elastic": True, "compression": "int8"}, "elastic, with codecs"),
+        ({"backup_workers": 1}, "backup workers"),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ from foreprop.core.codec import NONE
 from foreprop.core.manifest import Manifest
 
 LIBRARY = Path(__file__).with_name("plane.so")
-_VERSION = 6
+_VERSION = 7
 """That of `interface.cpp`; another one was built before these sources came."""
 
 DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
@@ -30,10 +30,13 @@ _FUNCTIONS = """
     new p:ps  free :p  error :si  descriptors :pp
     adopt u:piii  carry :pui  bound :puii  pace :puiid  release :pu
     read n:pupn  end i:pupsi  write i:pupnpn
-    push i:pinipppn  message :piiniiipn  await_values :pnp  learn i:ppi  pulls_due :p
+    push i:pinipppn  message :piiiniiipn  await_values :pnp  learn i:ppi  pulls_due :p
     complete i:pi  answered i:pi  wait i:pii  ring :p  flush i:pi
     missing i:pippi  step n:pi  statistics :pp
     snapshot n:pipn  last_push :piip  left :pii  tell_begins :pi  spans i:pipip  same_batch i:pi
+    drop i:piip  join i:piinp  settle :piin  go_on :pi
+    take_over :piinn  counted n:pipn  sent_all i:pii
+    slices_lost :pipi  slices_go_on :ppi  came_after :pn  slice :pip  heard i:pi
     tell_scale :pind  residual i:piipppp  put_residual :piipnd
     square_sum :ipnp  quantise :ippnp  dequantise i:ipnp
 """.split()
@@ -66,7 +69,11 @@ def why_not(manifest: Manifest, config: Config) -> str:
         "tables": any(info.rows for info in infos),
         f"compression={config.compression!r}": bool({c for _, c in knobs.compression} - {*CODECS}),
         "a parameter's type": any(info.dtype not in DTYPES for info in infos),
-        "elastic, or backup workers": knobs.counts_some,
+        "backup workers": knobs.backup_workers > 0,
+        "counted_replay": config.counted_replay is not None,
+        "elastic, and not a preset's replies": knobs.elastic and knobs.reply != "broadcast",
+        "elastic, with codecs": knobs.elastic and bool(knobs.compression),
+        "elastic, encrypted": knobs.elastic and config.encryption is not None,
         f"staleness={knobs.staleness!r}": bool(knobs.staleness),
         "local aggregation": manifest.workers_per_push > 1,
         "rebalance_s": config.rebalance_s is not None,

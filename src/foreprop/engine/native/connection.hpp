@@ -99,6 +99,7 @@ struct Connection : std::enable_shared_from_this<Connection> {
     std::condition_variable changed;
     std::deque<std::uint8_t> passed;
     bool is_full = false, is_partial = false;
+    bool listens = false;  // somebody waits for what passes
     std::deque<std::uint8_t> inserted;  // behind a frame that is still coming
     End end;
     std::atomic<int> send_error = 0;

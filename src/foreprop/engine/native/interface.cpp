@@ -66,6 +66,8 @@ void* fp_new(const Number* numbers, const char* names) {
     PlaneSetting setting{};
     setting.rank = from.number();
     setting.workers = from.number();
+    setting.started = from.number();
+    setting.elastic = from.next() != 0;
     setting.parameters = from.number();
     setting.known = static_cast<std::uint64_t>(from.next());
     setting.checked = from.next() != 0;
@@ -107,7 +109,7 @@ void* fp_new(const Number* numbers, const char* names) {
     return made;
 }
 // Raised with every change of this interface.
-int fp_version() { return 6; }
+int fp_version() { return 7; }
 // What the squares of so many elements of a type add up to, as it travels. Of no plane.
 void fp_square_sum(int dtype, const void* from, Number elems, std::uint8_t* encoded) {
     const auto size = static_cast<std::size_t>(elems);
@@ -173,11 +175,12 @@ int fp_push(void* plane, int parameter, Number step, int flags, const void* grad
         of(plane)->push(parameter, step, static_cast<Flags>(flags), gradient, result, word, number);
     });
 }
-void fp_message(void* plane, int server, int kind, Number step, int slice, int priority, int flags,
-                const void* payload, Number size) {
-    const Frame frame{server, kind, step, slice, priority, static_cast<Flags>(flags), no_token};
+// The worker's (-1), or a server's.
+void fp_message(void* plane, int index, int peer, int kind, Number step, int slice, int priority,
+                int flags, const void* payload, Number size) {
+    const Frame frame{peer, kind, step, slice, priority, static_cast<Flags>(flags), no_token};
     guarded([&] {
-        of(plane)->message(frame, static_cast<const std::uint8_t*>(payload),
+        of(plane)->message(index, frame, static_cast<const std::uint8_t*>(payload),
                            static_cast<std::size_t>(size));
     });
 }
@@ -243,6 +246,80 @@ void fp_left(void* plane, int index, int peer) {
 void fp_tell_begins(void* plane, int index) {
     guarded([&] { of(plane)->tell_begins(index); });
 }
+
+// Elastic sessions: members of a server, and slices whose server is lost.
+// The last step that it has pushed, how many slices have counted that, of so many; returns whether
+// members knew of it. No round closes from now on until `fp_go_on`, nor after the next two.
+int fp_drop(void* plane, int index, int rank, Number* three) {
+    return either(0, [&] {
+        const Departure left = of(plane)->drop(index, rank);
+        three[0] = left.step;
+        three[1] = left.counted;
+        three[2] = left.slices;
+        return left.is_told;
+    });
+}
+// Returns a `core.newcomers.AnswerJoin`'s numbers, from `step` on.
+int fp_join(void* plane, int index, int rank, Number step, Number* four) {
+    return guarded([&] {
+        const Promise found = of(plane)->join(index, rank, step);
+        four[0] = found.step;
+        four[1] = found.least;
+        four[2] = found.newest;
+        four[3] = found.ending;
+    });
+}
+void fp_settle(void* plane, int index, int rank, Number step) {
+    guarded([&] { of(plane)->settle(index, rank, step); });
+}
+void fp_go_on(void* plane, int index) { of(plane)->go_on(index); }
+void fp_take_over(void* plane, int index, int slice, Number step, Number again) {
+    guarded([&] { of(plane)->take_over(index, slice, {step, again}); });
+}
+// Of each round that has counted other ranks than the one before: slice, step, how many ranks, and
+// those. As many as fit, from the first that has not been told; how many numbers there are.
+Number fp_counted(void* plane, int index, Number* out, Number most) {
+    const auto at_most = static_cast<std::size_t>(most);
+    return either(0, [&] {
+        std::size_t size = 0;
+        for (const auto& [slice, step, ranks] : of(plane)->counted_sets(index, at_most)) {
+            out[size++] = slice;
+            out[size++] = step;
+            out[size++] = static_cast<Number>(ranks.size());
+            for (int rank : ranks) out[size++] = rank;
+        }
+        return size;
+    });
+}
+int fp_sent_all(void* plane, int index, int rank) {
+    return either(1, [&] { return of(plane)->has_sent_all(index, rank); });
+}
+// The worker's slices: as `core.worker_machine`. `pairs`: slices and their owners.
+void fp_slices_lost(void* plane, int server, const int* pairs, int count) {
+    std::vector<std::pair<int, int>> owners;
+    for (int n = 0; n < count; ++n) owners.emplace_back(pairs[2 * n], pairs[2 * n + 1]);
+    guarded([&] { of(plane)->slices_lost(server, owners); });
+}
+// Three numbers of each: slice, step and round.
+void fp_slices_go_on(void* plane, const Number* rounds, int count) {
+    std::vector<std::pair<int, Round>> all;
+    for (int n = 0; n < count; ++n, rounds += 3)
+        all.emplace_back(static_cast<int>(rounds[0]), Round{rounds[1], rounds[2]});
+    guarded([&] { of(plane)->slices_go_on(all); });
+}
+void fp_came_after(void* plane, Number step) { of(plane)->came_after(step); }
+// Its owner, the round of its last answer, whether that left it unchanged, the step of the answer
+// that is awaited, and the round of the open push (step -1: there is none).
+void fp_slice(void* plane, int slice, Number* seven) {
+    guarded([&] {
+        const Plane::SliceView seen = of(plane)->slice(slice);
+        for (Number each : {Number{seen.owner}, seen.claim.step, seen.claim.again,
+                            Number{seen.unchanged}, seen.awaited, seen.open.step, seen.open.again})
+            *seven++ = each;
+    });
+}
+// Whether Python has read all that has passed; for so long at most.
+int fp_heard(void* plane, int timeout_ms) { return of(plane)->has_heard(timeout_ms); }
 // Of each span of a server (-1: of the worker) its eight numbers, in their order; as many as there is
 // room for, and how many were lost.
 int fp_spans(void* plane, int index, Number* out, int most, Number* lost) {

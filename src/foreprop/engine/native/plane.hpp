@@ -49,7 +49,6 @@ class Plane {
           worker_(worker_setting()),
           gradients_(setting_.parameters, nullptr),
           results_(setting_.parameters, nullptr),
-          elsewhere_(setting_.parameters),
           leaving_(setting_.parameters),
           queued_ns_(setting_.parameters),
           complete_(setting_.parameters),
@@ -66,8 +65,6 @@ class Plane {
         for (const auto& [index, turns] : setting_.servers)
             servers_.emplace(index,
                              std::make_unique<Server>(server_setting(index, turns), setting_));
-        for (const Piece& each : setting_.slices)
-            elsewhere_[each.parameter] += !servers_.contains(each.server);
         watch(EPOLL_CTL_ADD, sending_, wake_sender_, EPOLLIN, 0);
         watch(EPOLL_CTL_ADD, receiving_, wake_receiver_, EPOLLIN, 0);
         sigset_t all, before;
@@ -145,7 +142,10 @@ class Plane {
         if (!connection) return 0;
         Connection& c = *connection;
         std::unique_lock lock(c.mutex);
+        c.listens = true;
+        if (setting_.elastic && c.passed.empty()) c.changed.notify_all();
         c.changed.wait(lock, [&] { return !c.passed.empty() || c.end.kind != End::open; });
+        c.listens = false;
         const std::size_t some = std::min(most, c.passed.size());
         std::copy_n(c.passed.begin(), some, to);
         c.passed.erase(c.passed.begin(), c.passed.begin() + static_cast<std::ptrdiff_t>(some));
@@ -190,6 +190,11 @@ class Plane {
         epoll_ctl(receiving_, EPOLL_CTL_DEL, connection->fd, nullptr);
         finish(*connection, {.kind = End::closed, .text = {}});
         cannot_send(*connection, EPIPE);
+        {
+            std::lock_guard lock(posted_mutex_);
+            released_.push_back(connection);
+        }
+        if (sender_sleeps_.exchange(false)) wake(wake_sender_);
     }
 
     // The training thread's.
@@ -197,19 +202,22 @@ class Plane {
     // complete. With a `word` the gradient is there once that is this `number` or a larger one.
     void push(int parameter, Step step, Flags flags, const void* from, void* to,
               std::int64_t* word = nullptr, std::int64_t number = 0);
-    // Another frame of the worker's, which leaves in its turn among the gradients.
-    void message(const Frame& about, const std::uint8_t* payload, std::size_t size) {
+    // Another frame of the worker's (-1), or of an elastic session's server, which leaves in its
+    // turn among the gradients, or the averages: so members hear of a change before any average
+    // that it has changed.
+    void message(int index, const Frame& about, const std::uint8_t* payload, std::size_t size) {
         auto whole = std::make_shared<std::vector<std::uint8_t>>(header_bytes + size);
         std::copy_n(payload, size, whole->data() + header_bytes);
-        seal_whole(setting_.rank, about, *whole);
-        std::lock_guard lock(worker_mutex_);
-        Frame frame = about;
-        frame.token = ++last_token_;
-        {
-            std::lock_guard posted(posted_mutex_);
-            whole_[frame.token] = std::move(whole);
+        seal_whole(index == -1 ? setting_.rank : index, about, *whole);
+        const Frame frame = keep_whole(about, std::move(whole));
+        if (index == -1) {
+            std::lock_guard lock(worker_mutex_);
+            post(worker, setting_.rank, worker_.message_ready(frame));
+        } else {
+            Server& own = *servers_.at(index);
+            std::lock_guard lock(own.mutex);
+            post(server, index, own.machine.message_ready(frame));
         }
-        post(worker, setting_.rank, worker_.message_ready(frame));
     }
     // The values to begin from come to `results`, by parameter.
     void await_values(Step step, void* const* results) {
@@ -276,6 +284,102 @@ class Plane {
     SliceResidual& residual(int index, int slice) {
         const auto at = static_cast<std::size_t>(slice);
         return index == -1 ? left_out_.at(at) : servers_.at(index)->left_out.at(at);
+    }
+
+    // Elastic sessions.
+    Departure drop(int index, int rank) {
+        Server& own = *servers_.at(index);
+        std::lock_guard lock(own.mutex);
+        for (std::size_t slice = 0; slice < sums_.size(); ++slice)
+            if (own.machine.owns(static_cast<int>(slice))) std::erase(sums_[slice].owed, rank);
+        return own.machine.peer_dropped(rank);
+    }
+    Promise join(int index, int rank, Step step) {
+        Server& own = *servers_.at(index);
+        std::lock_guard lock(own.mutex);
+        return own.machine.join_asked(rank, step);
+    }
+    void settle(int index, int rank, Step step) {
+        Server& own = *servers_.at(index);
+        std::lock_guard lock(own.mutex);
+        own.machine.join_settled(rank, step);
+    }
+    void go_on(int index) {
+        servers_.at(index)->goes_on = true;
+        if (receiver_sleeps_.exchange(false)) wake(wake_receiver_);
+    }
+    void take_over(int index, int slice, Round after) {
+        Server& own = *servers_.at(index);
+        std::lock_guard lock(own.mutex);
+        own.machine.slice_settled(slice, setting_.names[setting_.slices[slice].parameter], after);
+    }
+    bool has_sent_all(int index, int rank) {
+        Server& own = *servers_.at(index);
+        std::lock_guard lock(own.mutex);
+        return own.machine.has_sent_all(rank);
+    }
+    // Rounds that have counted other ranks than the slice's round before, since the last time.
+    struct CountedSet {
+        int slice;
+        Step step;
+        std::vector<int> ranks;
+    };
+    // As many as fit into so many numbers, three and one for each rank.
+    std::vector<CountedSet> counted_sets(int index, std::size_t most) {
+        Server& own = *servers_.at(index);
+        std::lock_guard lock(own.mutex);
+        auto& sets = own.counted_sets;
+        std::size_t size = 0;
+        const auto fits = [&](const CountedSet& each) {
+            size += 3 + each.ranks.size();
+            return size <= most;
+        };
+        const auto end = std::find_if_not(sets.begin(), sets.end(), fits);
+        std::vector<CountedSet> taken(std::make_move_iterator(sets.begin()),
+                                      std::make_move_iterator(end));
+        sets.erase(sets.begin(), end);
+        return taken;
+    }
+    void slices_lost(int gone, const std::vector<std::pair<int, int>>& owners) {
+        std::lock_guard lock(worker_mutex_);
+        post(worker, setting_.rank, worker_.slices_lost(gone, owners));
+    }
+    void slices_go_on(const std::vector<std::pair<int, Round>>& rounds) {
+        std::lock_guard lock(worker_mutex_);
+        post(worker, setting_.rank, worker_.slices_go_on(rounds));
+    }
+    void came_after(Step step) {
+        std::lock_guard lock(worker_mutex_);
+        worker_.came_after(step);
+    }
+    struct SliceView {
+        int owner;
+        Round claim;
+        bool unchanged;
+        Step awaited;
+        Round open;
+    };
+    SliceView slice(int number) {
+        std::lock_guard lock(worker_mutex_);
+        return {worker_.owner_of(number), worker_.claim(number), worker_.was_unchanged(number),
+                worker_.awaited_step(number), worker_.open_round(number)};
+    }
+    // Whether Python has read all that has passed from servers, and waits for more.
+    bool has_heard(int timeout_ms) {
+        const auto until =
+            std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+        std::vector<Shared> all;
+        {
+            std::lock_guard lock(connections_mutex_);
+            for (const auto& [_, each] : connections_)
+                if (each->role == worker) all.push_back(each);
+        }
+        return std::all_of(all.begin(), all.end(), [&](const Shared& each) {
+            std::unique_lock lock(each->mutex);
+            return each->changed.wait_until(lock, until, [&] {
+                return each->passed.empty() && (each->listens || each->end.kind != End::open);
+            });
+        });
     }
 
     // For reports.
@@ -352,7 +456,7 @@ class Plane {
               left_out(setting.slices.size()),
               last(static_cast<std::size_t>(setting.workers), {-1, 0}) {
             for (std::size_t slice = 0; slice < rooms.size(); ++slice)
-                if (setting.slices[slice].server == index)
+                if (setting.elastic || setting.slices[slice].server == index)
                     rooms[slice].resize(static_cast<std::size_t>(setting.workers));
             watches = index == 0 && setting.workers > 1;
         }
@@ -376,6 +480,8 @@ class Plane {
         std::int64_t told = 0;
         std::vector<std::pair<int, Step>> last;
         bool tells_begins = false;
+        std::vector<CountedSet> counted_sets;
+        std::atomic<bool> goes_on = false;  // what was held is to be closed
         Spans spans;
         bool watches;                                     // whether all ranks push the same
         std::map<std::pair<int, std::size_t>, int> same;  // by slice and place
@@ -396,6 +502,7 @@ class Plane {
                            .reply = setting_.reply,
                            .turns = setting_.turns,
                            .packs = setting_.packs,
+                           .outlives = setting_.elastic,
                            .window_sizes_bytes = setting_.window_sizes_bytes,
                            .window_bytes = setting_.window_bytes,
                            .window_servers = setting_.window_servers};
@@ -406,6 +513,8 @@ class Plane {
     ServerSetting server_setting(int index, Turns turns) const {
         ServerSetting made{.index = index,
                            .workers = setting_.workers,
+                           .started = setting_.started,
+                           .elastic = setting_.elastic,
                            .order = setting_.order,
                            .reply = setting_.reply,
                            .turns = turns,
@@ -502,6 +611,7 @@ class Plane {
                     here_.push_back({role, own, each.frame});
                     here = true;
                 } else {
+                    if (role == worker) note_leaving(each.frame);
                     posted_.push_back({role, own, each.frame});
                     any = true;
                 }
@@ -520,6 +630,19 @@ class Plane {
             messages_.push_back({connection, whole, ticket});
         }
         if (sender_sleeps_.exchange(false)) wake(wake_sender_);
+    }
+
+    // Its gradient is read until it has left. Under the worker's lock.
+    void note_leaving(const Frame& frame) {
+        if (is(frame, Kind::push) && frame.token == no_token)
+            ++leaving_[setting_.slices[frame.slice].parameter];
+    }
+    // A frame that leaves as it is in its turn, until then kept by its token.
+    Frame keep_whole(Frame frame, Buffer whole) {
+        std::lock_guard lock(posted_mutex_);
+        frame.token = ++last_token_;
+        whole_[frame.token] = std::move(whole);
+        return frame;
     }
 
     // Under the worker's lock.
@@ -545,6 +668,8 @@ class Plane {
               std::uint8_t* out) const;
     void seal_whole(int sender, const Frame& frame, std::vector<std::uint8_t>& whole) const;
     void flush(Connection& connection);
+    void abandon(Connection& connection);
+    void give_up(Role role, int own, const Frame& frame, bool told = false);
     void has_left(Connection& connection, const Outgoing& gone);
     Spans& spans_on(Role role, int own);
     void note_sent(Role role, int own, const Outgoing& gone);
@@ -564,6 +689,8 @@ class Plane {
     void receive_all();
     void take_own();
     void pass_own(int index, Connection* knows, const Frame& frame);
+    void answer_own(int index, Connection& connection, const Frame& frame);
+    void land(int from, const Frame& reply, const std::uint8_t* data, std::size_t size);
     void note_own(Role role, int index, const Frame& frame);
     std::size_t bytes_of(const Frame& frame, Flags empty) const;
     void drain(Connection& connection);
@@ -580,6 +707,10 @@ class Plane {
     void push_came(Connection* connection, Server& at, int rank, const Frame& push,
                    std::int64_t began_ns);
     void tell_begin(Connection& connection, int slice, Step step, int priority, Flags flags);
+    void carry_out(Connection* connection, Server& at, Instructions& told,
+                   std::unique_lock<std::mutex>& lock);
+    bool is_answered(Server& at, int slice) const;
+    bool owns(int index, std::size_t slice);
     Buffer combine(Server& at, const Instruction& update);
     void push_own(Server& at, const Frame& push);
     void note_round(Server& at, int rank, const Frame& push) const;
@@ -623,8 +754,8 @@ class Plane {
     std::vector<Shared> clearing_, arriving_;  // connections whose bytes are passing them
     std::vector<const std::uint8_t*> gradients_;
     std::vector<std::uint8_t*> results_;
-    std::vector<int> elsewhere_;  // by parameter, its slices at other processes' servers
-    std::vector<int> leaving_;    // and how many of them are not all with the kernel
+    // by parameter, its slices that are to leave to other processes, and are not with the kernel
+    std::vector<int> leaving_;
     // when it was pushed, in steps that are even and odd: the next may begin before one has left
     std::vector<std::array<std::int64_t, 2>> queued_ns_;
     Spans spans_;  // the worker's
@@ -642,6 +773,7 @@ class Plane {
     std::vector<Posted> posted_;
     std::deque<Posted> here_;
     std::vector<Message> messages_;
+    std::vector<Shared> released_;  // nobody reads or sends on them any more
     std::map<std::int64_t, Buffer> whole_;  // of the worker's, by token, until they leave
     std::int64_t last_token_ = no_token;
     std::condition_variable bell_;

@@ -15,6 +15,7 @@ inline void Plane::receive_all() {
             std::lock_guard lock(posted_mutex_);
             more = !here_.empty();
         }
+        for (auto& [_, at] : servers_) more |= at->goes_on;
         const int count =
             wait_for(receiving_, events, more, first(arriving_, &Connection::here_ns));
         receiver_sleeps_ = false;
@@ -32,6 +33,18 @@ inline void Plane::receive_all() {
 
 // Frames between this process's worker and a server in it: no socket, and no copy of a gradient.
 inline void Plane::take_own() {
+    for (auto& [_, at] : servers_) {
+        if (!at->goes_on.exchange(false)) continue;
+        const Shared own = find(server, at->index, setting_.rank);
+        try {
+            std::unique_lock lock(at->mutex);
+            Instructions told = at->machine.go_on();
+            post(server, at->index, told);
+            carry_out(own.get(), *at, told, lock);
+        } catch (const ProtocolError& error) {
+            if (own) refuse(*own, error);
+        }
+    }
     for (;;) {
         std::deque<Posted> taken;
         {
@@ -58,7 +71,9 @@ inline void Plane::take_own() {
             if (frame.token == no_token) note_own(role, index, frame);
             const std::int64_t now = (role == worker ? at.spans : spans_).now();
             try {
-                if (frame.token != no_token) {
+                if (frame.token != no_token && role == server) {
+                    if (connection) answer_own(index, *connection, frame);
+                } else if (frame.token != no_token) {
                     pass_own(index, connection.get(), frame);
                 } else if (role == worker) {
                     if (is(frame, Kind::push)) push_own(at, frame);
@@ -91,6 +106,34 @@ inline void Plane::pass_own(int index, Connection* knows, const Frame& frame) {
         knows->insert(whole->data(), whole->size());
     } else {
         post_whole(find(worker, -1, index), whole);
+    }
+}
+
+// What Python says to this rank as a server: a slice's values, or a frame that passes.
+inline void Plane::answer_own(int index, Connection& connection, const Frame& frame) {
+    const Buffer whole = message_of(frame);
+    if (!is(frame, Kind::reply)) {
+        connection.insert(whole->data(), whole->size());
+        return;
+    }
+    const std::size_t size = whole->size() - header_bytes;
+    {
+        std::lock_guard lock(worker_mutex_);
+        land(index, frame, whole->data() + header_bytes, size);
+    }
+    came_to_worker(index, frame, size, spans_.now());
+}
+
+// A reply to where it belongs, if it is awaited. Under the worker's lock where servers may be lost:
+// what has been claimed stays as it is.
+inline void Plane::land(int from, const Frame& reply, const std::uint8_t* data, std::size_t size) {
+    if (!worker_.awaits(reply.slice, reply.step) || worker_.owner_of(reply.slice) != from) return;
+    const Piece& piece = setting_.slices[reply.slice];
+    std::uint8_t* result = results_[piece.parameter] + piece.start_bytes;
+    if (size == piece.whole_bytes) {
+        std::memcpy(result, data, size);
+    } else if (size == piece.size_bytes) {
+        piece.widen(data, result);
     }
 }
 
@@ -204,7 +247,11 @@ inline void Plane::took(Connection& connection, std::size_t bytes) {
     if (frame->damaged) {
         ask_again(connection, *frame);
     } else if (connection.role == worker) {
-        if (const Buffer room = std::exchange(connection.room, nullptr)) {
+        const Buffer room = std::exchange(connection.room, nullptr);
+        if (room && setting_.elastic) {
+            std::lock_guard lock(worker_mutex_);
+            land(peer, came, room->data(), room->size());
+        } else if (room) {
             const Piece& piece = setting_.slices[came.slice];
             std::uint8_t* result = results_[piece.parameter] + piece.start_bytes;
             if (piece.codec != Codec::none) {
@@ -329,13 +376,12 @@ inline std::uint8_t* Plane::room_for(Connection& connection, const Header& heade
                                 what + ", step " + text_of(header.step) + ", which is not awaited");
         }
         const Piece& piece = setting_.slices[slice];
-        if (piece.server != peer) {
+        if (const int owner = worker_.owner_of(static_cast<int>(slice)); owner != peer) {
             throw ProtocolError(ProtocolError::remote,
-                                what + ", which belongs to server " + text_of(piece.server));
+                                what + ", which belongs to server " + text_of(owner));
         }
         result = results_[piece.parameter] + piece.start_bytes;
-    } else if (slice >= setting_.slices.size() ||
-               setting_.slices[slice].server != connection.index) {
+    } else if (slice >= setting_.slices.size() || !owns(connection.index, slice)) {
         throw ProtocolError(ProtocolError::remote, "slice " + text_of(header.slice) +
                                                        " does not belong to server " +
                                                        text_of(connection.index));
@@ -344,17 +390,21 @@ inline std::uint8_t* Plane::room_for(Connection& connection, const Header& heade
     const bool is_empty = header.flags & (replies ? unchanged : no_gradient);
     const bool is_start = replies && !header.step;  // values in full
     const std::size_t expected = is_empty ? 0 : is_start ? piece.whole_bytes : piece.size_bytes;
+    // an average that another worker gives, as that has it
+    const bool is_given =
+        replies && setting_.elastic && header.payload_bytes == piece.whole_bytes && !is_empty;
     const bool is_coded =
         !is_empty && !is_start && piece.codec != Codec::none &&
         header.payload_bytes == piece.usual_bytes();
-    if (header.payload_bytes != expected && !is_coded) {
+    if (header.payload_bytes != expected && !is_coded && !is_given) {
         throw ProtocolError(ProtocolError::remote, std::string(replies ? "REPLY" : "PUSH") +
                                                        " of slice " + text_of(header.slice) +
                                                        " carries " + text_of(header.payload_bytes) +
                                                        " bytes, not " +
                                                        text_of(static_cast<Step>(expected)));
     }
-    if (replies && (is_empty || is_start || !(piece.is_cast() || is_coded))) return result;
+    const bool lands_at_once = !setting_.elastic && (is_start || !(piece.is_cast() || is_coded));
+    if (replies && (is_empty || lands_at_once)) return result;
     if (is_empty) return nowhere_;
     connection.room = buffers_.take(header.payload_bytes);
     return connection.room->data();
@@ -364,6 +414,10 @@ inline void Plane::push_came(Connection* connection, Server& at, int rank, const
                              std::int64_t began_ns) {
     const auto [peer, kind, step, slice, priority, flags, token] = push;
     std::unique_lock lock(at.mutex);
+    if (!at.machine.is_here(rank) && setting_.elastic) {  // it has been dropped
+        if (connection) connection->room = nullptr;
+        return;
+    }
     auto& last = at.last[static_cast<std::size_t>(rank)];
     if (at.tells_begins && step > last.second && connection)
         tell_begin(*connection, slice, step, priority, flags);
@@ -375,6 +429,12 @@ inline void Plane::push_came(Connection* connection, Server& at, int rank, const
     at.spans.note({Stage::push_received, slice, step, priority, rank, bytes_of(push, no_gradient),
                    began_ns, at.spans.now()});
     post(server, at.index, told);
+    carry_out(connection, at, told, lock);
+}
+
+// Closed rounds are added up, without the lock, and answered; failures end the `connection`.
+inline void Plane::carry_out(Connection* connection, Server& at, Instructions& told,
+                             std::unique_lock<std::mutex>& lock) {
     for (std::size_t n = 0; n < told.size(); ++n) {  // an update may be followed by another
         const Instruction each = told[n];
         if (each.what == Instruction::fail && connection) {
@@ -384,6 +444,13 @@ inline void Plane::push_came(Connection* connection, Server& at, int rank, const
                                  .text = each.reason});
         }
         if (each.what != Instruction::update) continue;
+        if (setting_.elastic) {
+            if (auto ranks = at.machine.changed_set(each.frame.slice)) {
+                at.counted_sets.push_back({each.frame.slice, each.frame.step, std::move(*ranks)});
+                if (connection)  // for a log that is to outlive this process
+                    tell_begin(*connection, each.frame.slice, each.frame.step, 0, 0);
+            }
+        }
         lock.unlock();
         const std::int64_t started_ns = at.spans.now();
         Buffer sum = combine(at, each);
@@ -401,8 +468,8 @@ inline void Plane::push_came(Connection* connection, Server& at, int rank, const
                                         " was pushed again before its average had been sent");
             }
             last.data = std::move(sum);
-            for (int other = 0; other < setting_.workers; ++other)
-                if (other != setting_.rank) last.owed.push_back(other);
+            last.owed = at.machine.answered(each.frame.slice);
+            std::erase(last.owed, setting_.rank);
         }
         const Instructions more = at.machine.slice_updated(each.measured);
         for (const Instruction& next : more)
@@ -440,13 +507,15 @@ inline Buffer Plane::combine(Server& at, const Instruction& update) {
     }
     if (at.watches && parts.size() > 1) compare(at, slice, parts);
     // this rank has pushed, too, and does not look there before its answer comes
-    std::uint8_t* own = results_[piece.parameter] + piece.start_bytes;
+    std::uint8_t* own = is_answered(at, slice) ? results_[piece.parameter] + piece.start_bytes
+                                               : nullptr;
     const bool is_coded = piece.codec != Codec::none;
-    const bool apart = setting_.workers > 1 || piece.is_cast() || is_coded;
+    const bool apart =
+        setting_.workers > 1 || setting_.elastic || piece.is_cast() || is_coded;
     Buffer sum = apart ? buffers_.take(piece.size_bytes) : nullptr;
     std::uint8_t* total = sum ? sum->data() : std::exchange(own, nullptr);
     std::uint8_t* later = piece.is_cast() || is_coded ? std::exchange(own, nullptr) : nullptr;
-    const Reduction reduction{piece.mean, setting_.workers};
+    const Reduction reduction{piece.mean, update.counted ? update.counted : setting_.workers};
     const std::size_t size = piece.size_bytes;
     of_type(piece.dtype,
             [&]<class Each>(Each*) { reduce_as<Each>(total, own, parts, size, reduction); });
@@ -457,6 +526,21 @@ inline Buffer Plane::combine(Server& at, const Instruction& update) {
     }
     for (Buffer& room : at.rooms[slice]) room.reset();
     return sum;
+}
+
+// Whether this rank is to have the average: in an elastic session it may have been dropped.
+inline bool Plane::is_answered(Server& at, int slice) const {
+    if (!setting_.elastic) return true;
+    std::lock_guard lock(at.mutex);
+    const auto ranks = at.machine.answered(slice);
+    return std::find(ranks.begin(), ranks.end(), setting_.rank) != ranks.end();
+}
+
+inline bool Plane::owns(int index, std::size_t slice) {
+    if (!setting_.elastic) return setting_.slices[slice].server == index;
+    Server& at = *servers_.at(index);
+    std::lock_guard lock(at.mutex);
+    return at.machine.owns(static_cast<int>(slice));
 }
 
 // `averagecodes.AverageCodes`: the first round after a code tells whether that one has counted.

@@ -14,7 +14,7 @@ inline void Plane::send_all() {
         bool more;
         {
             std::lock_guard lock(posted_mutex_);
-            more = !posted_.empty() || !messages_.empty();
+            more = !posted_.empty() || !messages_.empty() || !released_.empty();
         }
         std::int64_t until_ns = first(clearing_, &Connection::cleared_ns);
         if (copies_) {
@@ -35,6 +35,7 @@ inline void Plane::send_all() {
                 if (events[n].events & (EPOLLERR | EPOLLHUP)) {
                     epoll_ctl(sending_, EPOLL_CTL_DEL, connection->fd, nullptr);
                     cannot_send(*connection, EPIPE);
+                    abandon(*connection);
                     continue;
                 }
                 connection->waits = false;
@@ -54,7 +55,7 @@ inline void Plane::push(int parameter, Step step, Flags flags, const void* from,
         gradients_[parameter] = static_cast<const std::uint8_t*>(from);
         results_[parameter] = static_cast<std::uint8_t*>(to);
         answered_[parameter] = complete_[parameter] = false;
-        leaving_[parameter] = elsewhere_[parameter];
+        leaving_[parameter] = 0;
         if (word) {
             const bool first = copying_.empty();  // else the sending thread looks anyway
             copying_.push_back({parameter, step, flags, word, number});
@@ -117,11 +118,14 @@ inline std::vector<std::pair<int, int>> Plane::missing(int parameter) {
 inline void Plane::take_posted() {
     std::vector<Posted> taken;
     std::vector<Message> messages;
+    std::vector<Shared> released;
     {
         std::lock_guard lock(posted_mutex_);
         taken.swap(posted_);
         messages.swap(messages_);
+        released.swap(released_);
     }
+    for (const Shared& each : released) abandon(*each);
     std::vector<Shared> touched;
     const auto touch = [&](const Shared& each) {
         if (std::find(touched.begin(), touched.end(), each) == touched.end())
@@ -136,8 +140,10 @@ inline void Plane::take_posted() {
     }
     for (auto& [role, own, frame] : taken) {
         const Shared connection = find(role, own, frame.peer);
-        if (!connection) continue;  // it is lost, and who reads it says so
-        if (connection->send_error) continue;
+        if (!connection || connection->send_error) {  // it is lost: who reads it says so
+            give_up(role, own, frame);
+            continue;
+        }
         enqueue(*connection, frame);
         touch(connection);
     }
@@ -184,8 +190,13 @@ inline void Plane::enqueue(Connection& connection, const Frame& frame) {
         if (is(frame, Kind::reply) && !(frame.flags & unchanged)) {
             Sum& sum = sums_[frame.slice];
             if (!std::erase(sum.owed, frame.peer)) {  // it has pulled it twice, or too early
+                const bool is_gone = !servers_.at(connection.index)->machine.is_here(frame.peer);
                 lock.unlock();
                 connection.out.pop_back();
+                if (is_gone) {
+                    give_up(server, connection.index, frame);
+                    return;
+                }
                 refuse(connection, {ProtocolError::remote,
                                     name_of(frame.peer) + " pulled slice " + text_of(frame.slice) +
                                         ", whose average it is not owed"});
@@ -303,8 +314,7 @@ inline void Plane::flush(Connection& connection) {
                 return;
             }
             cannot_send(connection, errno);  // its other end, or who reads it, knows why
-            out.clear();
-            connection.sent = 0;
+            abandon(connection);
             set_waiting(connection, false);
             return;
         }
@@ -319,6 +329,44 @@ inline void Plane::flush(Connection& connection) {
             if (connection.owes_word) return;
         }
     }
+}
+
+// Nothing of it leaves any more.
+inline void Plane::abandon(Connection& connection) {
+    connection.sent = 0;
+    for (const Outgoing& each : std::exchange(connection.out, {}))
+        if (!each.ticket) give_up(connection.role, connection.index, each.frame, each.told);
+    if (std::exchange(connection.owes_word, false)) {
+        const Frame word{.peer = connection.peer, .token = no_token};
+        give_up(connection.role, connection.index, word);
+    }
+}
+
+// A frame will not leave, for its peer is gone. An elastic session goes on as if it had: where its
+// slice has another server, the machine lets it leave once more. `told`: so it has been already.
+inline void Plane::give_up(Role role, int own, const Frame& frame, bool told) {
+    if (frame.token != no_token) {
+        std::lock_guard lock(posted_mutex_);
+        whole_.erase(frame.token);
+    }
+    if (!setting_.elastic) return;
+    bool any = false;
+    if (role == worker) {
+        own = setting_.rank;
+        std::lock_guard lock(worker_mutex_);
+        if (is(frame, Kind::push) && frame.token == no_token) {
+            const int parameter = setting_.slices[frame.slice].parameter;
+            --leaving_[parameter];
+            any = completes(parameter);
+        }
+        if (!told) post(role, own, worker_.frame_sent(frame.peer));
+    } else if (!told) {
+        Server& at = *servers_.at(own);
+        std::lock_guard lock(at.mutex);
+        post(role, own, at.machine.frame_sent(frame.peer));
+    }
+    if (any) ring();
+    if (role == worker) ring_if_idle();
 }
 
 inline void Plane::has_left(Connection& connection, const Outgoing& gone) {
@@ -470,8 +518,13 @@ inline void Plane::tell_sent(Connection& connection) {
         told = works ? worker_.frame_sent(peer)
                      : servers_.at(connection.index)->machine.frame_sent(peer);
         Instructions others;
-        for (const Instruction& each : told)
-            if (each.frame.peer != peer) others.push_back(each);
+        for (const Instruction& each : told) {
+            if (each.frame.peer != peer) {
+                others.push_back(each);
+            } else if (works) {
+                note_leaving(each.frame);
+            }
+        }
         post(connection.role, works ? setting_.rank : connection.index, others);
     }
     for (const Instruction& each : told)

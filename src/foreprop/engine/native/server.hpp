@@ -5,6 +5,7 @@
 
 #include <deque>
 #include <map>
+#include <optional>
 #include <set>
 
 #include "lanes.hpp"
@@ -222,7 +223,9 @@ class ServerMachine {
     // It is this server's from now on, and goes on after this round (`core.takeover`).
     void slice_settled(int slice, const std::string& name, Round after) {
         if (!states_.contains(slice)) begin(slice, name);
-        states_.at(slice).done = after;
+        State& state = states_.at(slice);
+        state.done = after;
+        state.counted.clear();  // another server may have counted others meanwhile
     }
     bool is_here(int rank) const { return members_.here.contains(rank); }
     bool owns(int slice) const { return states_.contains(slice); }
@@ -233,6 +236,15 @@ class ServerMachine {
         for (const auto& [rank, _] : state.pushed)
             if (!state.unowed.contains(rank)) ranks.push_back(rank);
         return ranks;
+    }
+    // Whose pushes have closed its round, if they are not those of the round before.
+    std::optional<std::vector<int>> changed_set(int slice) {
+        State& state = states_.at(slice);
+        std::vector<int> counted;
+        for (const auto& [rank, _] : state.pushed) counted.push_back(rank);
+        if (counted == state.counted) return std::nullopt;
+        state.counted = counted;
+        return counted;
     }
     bool has_sent_all(int rank) const { return lanes_.is_idle(rank); }
 
@@ -256,6 +268,7 @@ class ServerMachine {
         std::set<int> unowed;            // who has been dropped since
         bool is_closed = false;          // and not combined yet
         std::vector<Round> last;         // that each rank has pushed
+        std::vector<int> counted;        // in the last round that was closed
         Step valued = -1;
         std::vector<std::pair<int, Step>> pulls; // that came before the update
         Flags unchanged = 0;             // the flag, if there is no average to be pulled
@@ -266,6 +279,7 @@ class ServerMachine {
         state.name = name;
         state.what = "slice " + text_of(slice) + " of " + name;
         state.last.assign(static_cast<std::size_t>(members_.workers), Round{0, 0});
+        state.counted.assign(members_.here.begin(), members_.here.end());
     }
     State& state_of(int slice) {
         const auto found = states_.find(slice);

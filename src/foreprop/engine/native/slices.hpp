@@ -59,6 +59,8 @@ struct Copying {
 struct PlaneSetting {
     int rank;
     int workers;
+    int started;   // so many of them are here at the start
+    bool elastic;  // others may come, and any may be lost, with the servers in its process
     int parameters;
     std::vector<std::string> names;
     std::vector<Piece> slices;

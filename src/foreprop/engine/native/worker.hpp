@@ -228,6 +228,11 @@ class WorkerMachine {
     int most_queued() const { return most_queued_; }
     int awaited() const { return awaited_; }
     int owner_of(int slice) const { return owner_[slice]; }
+    Step awaited_step(int slice) const { return awaited_step_[slice]; }
+    Round open_round(int slice) const {
+        const auto push = open_.find(slice);
+        return push == open_.end() ? never : round_of(push->second);
+    }
     bool was_unchanged(int slice) const { return unchanged_.contains(slice); }
     bool is_lost(int slice, Round round) const {
         const auto push = open_.find(slice);

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -37,6 +37,7 @@ from foreprop.core.takeover import EVERY, MovePlan, Settled, SlicesSettled, Take
 from foreprop.core.wire import ROUND_SHIFT, Flag, Header, Kind
 from foreprop.engine.connection import EMPTY, BoundedService, Connection, bounded, exactly
 from foreprop.engine.executor import Doer, Executor
+from foreprop.engine.plane import PlaneStream
 from foreprop.engine.slicestore import Codes, SliceStore
 from foreprop.engine.slicetensors import Versions
 from foreprop.engine.stream import is_refused
@@ -126,12 +127,18 @@ class Counting:
         *,
         unlike: dict[int, str],
         place_of: Callable[[int], ServerPlace | None],
+        last_push: Callable[[int], tuple[int, int] | None],
+        draw_counted: Callable[[], Iterable[tuple[int, int, Sequence[int]]]] = tuple,
     ) -> None:
         """Take part in the executor, when `engine.slices.Updates` has done so.
 
         ``unlike`` says of newcomers in what their hyperparameters differ from the others'.
-        ``place_of`` says where the server of a worker's node is, as far as is known.
+        ``place_of`` says where the server of a worker's node is, as far as is known, and
+        ``last_push`` what a rank has pushed last: slice and step. Where the executor updates
+        nothing, ``draw_counted`` gives slice, step and ranks of counted sets that have changed.
         """
+        self._draw_counted = draw_counted
+        self._last_push = last_push
         self._unlike = unlike
         self.machine = machine
         self._executor = executor
@@ -155,6 +162,15 @@ class Counting:
         lines = log.note(number, step, tuple(counted))
         if lines and log in self._files:
             self._files[log].write(lines)
+
+    def catch_up(self) -> None:
+        """Note and log what has been counted elsewhere until now."""
+        with self._lock:
+            changed = [*self._draw_counted()]
+            for number, step, counted in changed:
+                self.note(number, step, counted)
+            for log, file in self._files.items() if changed else ():
+                file.write(log.rest())  # nothing is told of steps without changes
 
     def adopt(self, pieces: Sequence[Slice]) -> None:
         """Hold slices of lost servers; each server's are logged in a file of their own."""
@@ -285,6 +301,8 @@ class Counting:
         with self._lock:
             self._silent.pop(peer.number, None)
             self._reasons.pop(peer.number, None)
+        if isinstance(peer.stream, PlaneStream):
+            peer.stream.carry(peer.number)
 
     def _go_on(self, departures: Sequence[MemberLeft], instructions: Sequence[object]) -> None:
         """Close what waited for a dropped worker.
@@ -320,7 +338,7 @@ class Counting:
         for rank in self._silent.keys() - awaited:
             del self._silent[rank]
         for rank in awaited:
-            last = self.connections[rank].last_push
+            last = self.connections[rank].last_push = self._last_push(rank)
             if rank not in self._silent or self._silent[rank][0] != last:
                 self._silent[rank] = (last, now)
         longest = min(awaited, key=lambda rank: (self._silent[rank][1], rank), default=None)
@@ -347,6 +365,7 @@ class Counting:
                 goodbye.join(max(0.0, deadline - time.monotonic()))
         try:
             with self._lock:  # an update may still be under way
+                self.catch_up()
                 self._log_folder = None  # if a slice is still settled, that opens no other file
                 for file in self._files.values():
                     file.close()
@@ -420,6 +439,7 @@ class TakenOver:
         pieces = tuple(self._slices[each.slice] for each in settled)
         new = [piece for piece in pieces if piece.number not in self._known]
         self._known.update(piece.number for piece in new)
+        self._counting.catch_up()
         self._counting.adopt(new)
         self._counting.note_anew(pieces)
         self._counting.reset_voters()

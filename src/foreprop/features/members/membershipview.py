@@ -44,6 +44,7 @@ from foreprop.features.members.messages import (
     decode_departure,
     decode_positions,
 )
+from foreprop.features.members.planemembers import await_heard
 from foreprop.features.members.statetransfer import GivenBlobs, GivenModel
 from foreprop.features.members.survival import Moves
 from foreprop.params.modelhooks import ModelBuffers
@@ -191,6 +192,7 @@ class MembershipView:
 
     def end_step(self, done: int) -> None:
         """Give to the newcomers of the next step."""
+        await_heard(self._engine)
         with self._engine.lock:
             coming = [(rank, step) for rank, step in self._words.joining() if step == done + 1]
         self._send_positions(coming)
@@ -199,6 +201,7 @@ class MembershipView:
 
     def end(self) -> None:
         """Give to newcomers of later steps, too: this member ends the session before them."""
+        await_heard(self._engine)
         with self._engine.lock:
             coming = [(rank, step) for rank, step in self._words.joining() if step > self.done + 1]
             self._ended = True  # from now on a newcomer is given to when it is heard of
