@@ -331,7 +331,7 @@ class _Composition:
         if self._manifest.knobs.elastic:
             from foreprop.features.members.admission import Admission
 
-            admission = Admission(self._manifest, self._executor.host.index, counting)
+            admission = Admission(self._manifest, index, counting)
             admission.begin(self._executor)
         counting.begin(
             self._machine,

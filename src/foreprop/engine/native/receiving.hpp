@@ -414,7 +414,7 @@ inline void Plane::push_came(Connection* connection, Server& at, int rank, const
                              std::int64_t began_ns) {
     const auto [peer, kind, step, slice, priority, flags, token] = push;
     std::unique_lock lock(at.mutex);
-    if (!at.machine.is_here(rank) && setting_.elastic) {  // it has been dropped
+    if (setting_.elastic && !at.machine.is_here(rank)) {  // it has been dropped
         if (connection) connection->room = nullptr;
         return;
     }

@@ -359,10 +359,10 @@ class ServerMachine {
 
     // What does not fit.
     void check_turn(const State& state, int slice, int rank, Round at) const {
-        const std::string what = name_of(rank) + " pushed slice " + text_of(slice) + " of " +
-                                 state.name + " for " + name_of(at);
-        const auto refuse = [&](const std::string& why) {
-            throw ProtocolError(ProtocolError::remote, what + why);
+        const auto refuse = [&](const std::string& why,
+                                ProtocolError::Whose whose = ProtocolError::remote) {
+            throw ProtocolError(whose, name_of(rank) + " pushed slice " + text_of(slice) + " of " +
+                                           state.name + " for " + name_of(at) + why);
         };
         const Round last = state.last[static_cast<std::size_t>(rank)];
         if (members_.left.contains(rank)) refuse(" after its goodbye");
@@ -370,10 +370,10 @@ class ServerMachine {
         // it was lost to the others, at a server that is lost: they have gone on without it
         if (at <= state.done || (state.is_closed && at == state.round)) refuse(", which is past");
         if (!state.pushed.empty() && at != state.round) {
-            throw ProtocolError(ProtocolError::apart,
-                                what + " while " + name_of(state.round) +
-                                    " is open: all ranks must make the same number of steps, and of"
-                                    " backward passes in each");
+            refuse(" while " + name_of(state.round) +
+                       " is open: all ranks must make the same number of steps, and of backward"
+                       " passes in each",
+                   ProtocolError::apart);
         }
     }
     static std::string name_of(Round at) {
