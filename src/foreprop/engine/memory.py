@@ -34,14 +34,21 @@ class Copying(NamedTuple):
     check: Callable[[], object]
 
 
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """A type's name as a manifest has it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A writable view of a contiguous CPU tensor's bytes."""
-    if not tensor.is_contiguous():
-        raise InternalError("a tensor's bytes can only be viewed if it is contiguous")
-    # one of no or one element is contiguous with any stride, but only bytes side by side are bytes
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
+    if not (tensor.is_contiguous() and tensor.is_cpu) or tensor.is_neg():
+        raise InternalError("bytes can only be viewed of a contiguous tensor of the host, as it is")
+    if not tensor.numel():
+        return memoryview(bytearray())
+    array: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor.detach()  # a third of what torch's and numpy's views take
+    return memoryview(array).cast("B")
 
 
 _LEAST_DROPPED_BYTES = 1 << 17

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, SCALE, Hyperparameters
+from foreprop.engine.memory import dtype_name
 from foreprop.errors import ConfigError
 
 _IMPLEMENTATION_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -86,7 +87,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Hyperparameters, 
             if name in group:
                 value, label = group[name], name
                 if isinstance(value, torch.Tensor):
-                    dtype = str(value.dtype).removeprefix("torch.")
+                    dtype = dtype_name(value.dtype)
                     if dtype not in ITEMSIZE_BYTES:
                         raise ConfigError(
                             f"{name} of a parameter group is a tensor of {dtype}; it must be a"
@@ -150,7 +151,7 @@ def others_named(
 
 def checked_dtype(name: str, parameter: torch.nn.Parameter) -> str:
     """Raises `ConfigError` for a parameter that cannot be sent."""
-    dtype = str(parameter.dtype).removeprefix("torch.")
+    dtype = dtype_name(parameter.dtype)
     if dtype not in ITEMSIZE_BYTES:
         raise ConfigError(
             f"parameter {name} is {dtype}; parameters must be one of {sorted(ITEMSIZE_BYTES)}"

@@ -19,7 +19,7 @@ from foreprop.core.manifest import Aggregation, Reduction
 from foreprop.core.norm import BIN_BITS, BINS, ENCODED_BYTES, ZERO, SquareSum, decode_square_sum
 from foreprop.core.slicing import Slice
 from foreprop.engine import native
-from foreprop.engine.memory import bytes_of, drop_pages
+from foreprop.engine.memory import bytes_of, drop_pages, dtype_name
 
 _VECTOR_ELEMS = 64
 """A multiple of what torch's kernels take at a time: two AVX-512 registers of half precision."""
@@ -178,7 +178,7 @@ def square_sum(gradient: torch.Tensor) -> SquareSum:
 
     The native library makes it where there is one, with the bits of `binned_square_sum`.
     """
-    number = native.DTYPES.get(str(gradient.dtype).removeprefix("torch."))
+    number = native.DTYPES.get(dtype_name(gradient.dtype))
     library = native.maybe_library()
     if library is None or number is None or not gradient.is_cpu:
         return binned_square_sum(gradient)

@@ -12,7 +12,7 @@ import torch
 from foreprop.core.manifest import Manifest
 from foreprop.core.slicing import Shard
 from foreprop.core.wire import MAX_PAYLOAD_BYTES
-from foreprop.engine.memory import bytes_of
+from foreprop.engine.memory import bytes_of, dtype_name
 from foreprop.errors import ConfigError, RemoteProtocolError
 
 DTYPES = {
@@ -85,7 +85,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             flat = value.detach().reshape(-1).contiguous().cpu()
-            dtype = str(flat.dtype).removeprefix("torch.")
+            dtype = dtype_name(flat.dtype)
             entries.append(_StateEntry(key, dtype, flat.numel(), None, value.dim() == 0))
             payloads.append(bytes(bytes_of(flat)))
         else:

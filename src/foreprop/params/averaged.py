@@ -227,22 +227,27 @@ class AveragedGradient(ParameterGradient):
         if self.connected and self.arrival.update is not None:  # the step comes first
             self.arrival.settle()
             return
-        with self.averaging.settling, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self.make_averaged()
+
+    def make_averaged(self) -> None:  # where neither autograd nor torch functions are in the way
+        with self.averaging.settling:
             self._have_all_averaged()
             self._show_average()
 
     def _have_all_averaged(self) -> None:
-        gradient, averaging = self.seen.tensor(), self.averaging
-        if gradient is None:
-            return
         if not (self._is_own or self._was_discarded):
             arrival = self.arrival  # whose average may wait for gradients that have not left
             if not (arrival.under_way and self.left and arrival.is_counted):
                 return
+        gradient, averaging = self.seen.tensor(), self.averaging
+        if gradient is None:
+            return
         self.wanted = True  # from now on in every step
-        if gradient is not self.leaf.grad and not self.left:
-            averaging.asks_dropped, averaging.nothing_left = True, None
-        self._session.gradients_read()
+        with torch._C.DisableTorchFunctionSubclass():
+            if gradient is not self.leaf.grad and not self.left:
+                averaging.asks_dropped, averaging.nothing_left = True, None
+            self._session.gradients_read()
         averaging.asks_dropped = False
 
     def _show_average(self) -> None:
@@ -275,8 +280,7 @@ class AveragedGradient(ParameterGradient):
         if self.connected and self.arrival.update is not None:
             return False
         self.averaging.asks_norm |= norm
-        with torch._C.DisableTorchFunctionSubclass():
-            self._have_all_averaged()
+        self._have_all_averaged()
         return True
 
     # The end of a step.
@@ -564,11 +568,9 @@ class Averages(ParameterArrival):
         return shown
 
     def apply_scalings(self, gradient: torch.Tensor) -> None:
-        if len(self.scalings) > self._scaled:
-            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                for method, factor in self.scalings[self._scaled :]:
-                    method(gradient, factor)
-                self._scaled = len(self.scalings)
+        for method, factor in self.scalings[self._scaled :]:
+            method(gradient, factor)
+        self._scaled = len(self.scalings)
 
     def forget_scalings(self) -> None:
         self.scalings, self._scaled = [], 0

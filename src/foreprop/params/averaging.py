@@ -236,7 +236,7 @@ class Averaging:
         """Make the optimizer's step for each parameter when its average is here."""
         step = self.stepper.begin()
         with self.settling, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            deferred = []
+            deferred, ready = [], []
             for gradient in self.gradients:
                 parameter = gradient.leaf
                 if parameter not in step:
@@ -245,7 +245,8 @@ class Averaging:
                     deferred.append(parameter)
                 elif parameter.grad is not None:
                     gradient.ensure_averaged()  # if the optimizer has come to have it
-                    step.apply([parameter])
+                    ready.append(parameter)
+            step.apply(ready)
             if deferred:
                 increment_version(deferred)
 

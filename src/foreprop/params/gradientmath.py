@@ -9,6 +9,7 @@ What cannot be answered so is ``NotImplemented``; then the operation waits for t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -49,12 +50,13 @@ def answer(
     norm = func in _NORMS_OF_ONE or func in (_FOREACH_NORM, _UNSCALE)
     if not (norm or func in _SCALINGS) or not first.ask(norm=norm):
         return NotImplemented
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    # whoever clips has it so, and this is called for each gradient twice
+    quiet = torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+    with torch._C.DisableTorchFunctionSubclass(), quiet:
         if func in _SCALINGS:
             return _scale(func, args, kwargs)
         if func is _UNSCALE:
-            gradients, found_inf, inv_scale = args
-            return _unscale(gradients, found_inf, inv_scale)
+            return _unscale(*args)
         if func is _FOREACH_NORM:
             return _norms(*args, **kwargs)
         return _norm(*args, **kwargs)
@@ -128,8 +130,7 @@ def _norms(
 ) -> Any:
     if ord not in _TWO or dtype is not None:
         return NotImplemented
-    known = [(gradient, _find(gradient)) for gradient in gradients]
-    norms = [_norm_of(gradient, one) for gradient, one in known]
+    norms = [_norm_of(gradient, _find(gradient)) for gradient in gradients]
     return NotImplemented if any(norm is None for norm in norms) else norms
 
 
@@ -160,7 +161,7 @@ def _squares(one: AveragedGradient) -> SquareSum | None:
     if averaging.measures and one.left and arrival.contributed:
         number = averaging.measured_number(arrival.serial)
         return arrival.owner.session.square_sums(number)[arrival.owner.index]
-    one.ensure_averaged()
+    one.make_averaged()
     gradient = one.seen.tensor()
     if gradient is None or arrival.scalings or gradient.layout != torch.strided:
         return None
@@ -175,7 +176,7 @@ def _norm_of(gradient: torch.Tensor, scalable: AveragedGradient | None) -> torch
     squares = _squares(scalable)
     if squares is None:
         return None
-    norm = torch.tensor(squares.norm, dtype=gradient.dtype, device=gradient.device)
+    norm = torch.scalar_tensor(squares.norm, dtype=gradient.dtype, device=gradient.device)
     for method, factor in scalable.arrival.scalings:
         method(norm, factor)
         norm.abs_()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from foreprop.engine.memory import ParameterBytes
+from foreprop.engine.memory import ParameterBytes, dtype_name
 from foreprop.errors import ConfigError, InternalError
 from foreprop.params.waiting import (
     Pending,
@@ -258,8 +258,8 @@ def check_same_kind(
 ) -> None:
     """Raise `ConfigError` unless the tensor is what the parameter was at `parallelize`."""
     info = session.infos[index]
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if tuple(tensor.shape) != info.shape or dtype != info.dtype:
+    dtype = dtype_name(tensor.dtype)
+    if tensor.shape != info.shape or dtype != info.dtype:
         raise ConfigError(
             f"{info.name} was {info.dtype} {info.shape} at parallelize(){now} {dtype}"
             f" {tuple(tensor.shape)} now; change the model before parallelize()"

@@ -161,7 +161,7 @@ class _Waiting:
         if func in NEEDS_NO_VALUE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        waited = waiting_in((args, kwargs))  # empty: another thread has just settled it
+        waited = waiting_in([*args, *kwargs.values()])  # empty: another thread has settled it
         if torch.compiler.is_compiling():
             for _, pending in waited.values():
                 pending.meets_compiler()
@@ -261,7 +261,7 @@ def waiting_in(value: Any) -> dict[int, tuple[torch.Tensor, Pending]]:
                 found[id(item)] = (item, pending)
         elif isinstance(item, (list, tuple)):
             rest.extend(reversed(item))
-        elif isinstance(item, Mapping):
+        elif not isinstance(item, (int, float)) and isinstance(item, Mapping):  # slow to find out
             rest.extend(reversed(list(item.values())))
     return found
 

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import torch
 
-from foreprop.core.manifest import ITEMSIZE_BYTES
-from foreprop.engine.optimizer import named_parameters
+from foreprop.engine.memory import dtype_name
+from foreprop.engine.optimizer import checked_dtype, named_parameters
 from foreprop.engine.sums import count_rows
 from foreprop.errors import ConfigError
 from foreprop.features.tables.embeddings import EMBEDDINGS, are_listed, on_meta
@@ -107,7 +107,7 @@ def profile_from(
             forward_s=forward_s,
             backward_s=backward_s,
             alpha=shares.get(number),
-            dtype=str(named[number][1].dtype).removeprefix("torch."),
+            dtype=dtype_name(named[number][1].dtype),
         )
         for number, forward_s, backward_s in zip(
             found.order, found.forward_s, found.backward_s, strict=True
@@ -248,11 +248,7 @@ def _trained_parameters(
                 f"parameter {name} belongs to an open session: call profile() before"
                 " parallelize(), or after session.close()"
             )
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        if dtype not in ITEMSIZE_BYTES:
-            raise ConfigError(
-                f"parameter {name} is {dtype}; parameters must be one of {sorted(ITEMSIZE_BYTES)}"
-            )
+        checked_dtype(name, parameter)
     return trained
 
 

@@ -123,11 +123,18 @@ def make_session(
     model = bare_model(model, alone=alone)
     optimizer = bare_optimizer(optimizer)
     lone = world is None and alone and not needs_servers(model, optimizer, config)
+
+    def make(world: World | None) -> Session:
+        if not lone:
+            return connect(model, optimizer, config, world=world, scaler=scaler)
+        from foreprop.session.alone import LoneSession
+
+        return LoneSession(model, optimizer, config, scaler)
+
     if resume is None or config.join is not None:  # a newcomer has the others' values and progress
-        return _open_session(model, optimizer, config, scaler, world, lone=lone)
+        return make(world)
     from foreprop.session.saving import resumed
 
-    make = partial(_open_session, model, optimizer, config, scaler, lone=lone)
     world = None if lone else world or current_world(config.join_timeout_s)
     return resumed(resume, model, optimizer, config, make, world=world)
 
@@ -141,22 +148,6 @@ def stand_in(maker: Callable[..., Session]) -> None:
     It gets model and optimizer, and the rest by name. `foreprop compare` uses this.
     """
     _makers.append(maker)
-
-
-def _open_session(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    config: Config,
-    scaler: torch.amp.GradScaler | None,
-    world: World | None,
-    *,
-    lone: bool,
-) -> Session:
-    if not lone:
-        return connect(model, optimizer, config, world=world, scaler=scaler)
-    from foreprop.session.alone import LoneSession
-
-    return LoneSession(model, optimizer, config, scaler)
 
 
 def connect(

@@ -655,7 +655,7 @@ def test_calls_for_what_is_gone_or_never_was_are_harmless() -> None:
         number = peer.at_server._number  # type: ignore[attr-defined]
         peer.at_server.close()
         room, lost = (ctypes.c_int64 * 64)(), ctypes.c_int64()
-        with plane.native() as native:
+        with plane as native:
             for gone in (number, 77):
                 library.fp_carry(native, gone, 1)
                 library.fp_bound(native, gone, 1, 100_000)

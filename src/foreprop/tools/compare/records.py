@@ -44,12 +44,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
     """The time from each step's end to the next one's end."""
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """How a rank's run went; the last of its lines."""
+class RankEnd(msgspec.Struct, kw_only=True):
+    """How a rank's run went."""
 
-    rank: int
-    steps: int
-    error: str = ""
+    steps: int = 0
     is_ready: bool = False
     """Whether it had come as far as ``parallelize``."""
     digest: str = ""
@@ -61,6 +59,13 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     """The time spent waiting for parameters in the counted steps, by foreprop's own counters."""
     cpu_share: float | None = None
     """How busy the machine's processors were in the counted steps; None like ``sent_bytes``."""
+
+
+class Ended(RankEnd, kw_only=True, tag="ended"):
+    """The last of a rank's lines."""
+
+    rank: int
+    error: str = ""
 
 
 Record = Began | Chunk | Ended

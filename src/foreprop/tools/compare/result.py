@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from foreprop.durable import replace_file
+from foreprop.tools.compare.records import RankEnd
 from foreprop.tools.compare.systems import ALONE, CONTENDERS, DDP
 
 LEAST_STEPS = 2
@@ -38,17 +39,10 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         return cls(median=statistics.median(values), p10=deciles[0], p90=deciles[-1])
 
 
-class RankRun(msgspec.Struct, kw_only=True):
-    losses: list[float | None] = []
-    seconds: list[float] = []
+class RankRun(RankEnd, kw_only=True):
+    losses: list[float | None] = msgspec.field(default_factory=list)
+    seconds: list[float] = msgspec.field(default_factory=list)
     """The times of the steps from the second one on."""
-    steps: int = 0
-    is_ready: bool = False
-    digest: str = ""
-    interface: str = ""
-    sent_bytes: int | None = None
-    waited_s: float | None = None
-    cpu_share: float | None = None
 
 
 class Run(msgspec.Struct, kw_only=True):

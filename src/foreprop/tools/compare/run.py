@@ -205,10 +205,9 @@ def _ranks(workers: int, reported: Sequence[records.Record]) -> list[RankRun]:
             rank.losses += record.losses
             rank.seconds += record.seconds
         else:
-            rank.steps, rank.digest = record.steps, record.digest
-            rank.is_ready = rank.is_ready or record.is_ready
-            rank.interface, rank.sent_bytes = record.interface, record.sent_bytes
-            rank.waited_s, rank.cpu_share = record.waited_s, record.cpu_share
+            record.is_ready |= rank.is_ready
+            for name in records.RankEnd.__struct_fields__:
+                setattr(rank, name, getattr(record, name))
     return ranks
 
 
