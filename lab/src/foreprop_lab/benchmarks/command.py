@@ -115,6 +115,9 @@ def trainer(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to take medians of.")] = 9,
     encrypted: Annotated[bool, typer.Option("--encrypted", help="With TLS, but for gloo.")] = False,
     compression: Annotated[str | None, typer.Option(help="With a codec, but for gloo.")] = None,
+    staged: Annotated[
+        bool, typer.Option("--staged", help="With gradients that are copied first, as a GPU's.")
+    ] = False,
 ) -> None:
     """The training thread: how much slower it is while slices move, and they beside it.
 
@@ -125,6 +128,7 @@ def trainer(
       foreprop bench trainer
       foreprop bench trainer --slice-kb 50 --servers 4 --rounds 5
       foreprop bench trainer --slice-kb 200 --servers 1 --compression int8
+      foreprop bench trainer --staged --slice-kb 200 --slice-kb 50
     """
     costs = measure_trainer(
         slices_kb=slice_kb or [200.0, 50.0, 8.0],
@@ -133,6 +137,7 @@ def trainer(
         rounds=rounds,
         encrypted=encrypted,
         compression=compression,
+        staged=staged,
     )
     shown = _table(
         f"{slices} slices per step, medians of {rounds} rounds",

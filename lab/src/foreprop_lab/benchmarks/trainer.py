@@ -77,17 +77,19 @@ class _Plane(Protocol):
 class _Foreprop:
     """Two ranks with their servers, where workers update: the default. This is rank 0."""
 
-    def __init__(self, *, slice_elems: int, slices: int, **settings: Any) -> None:
+    def __init__(
+        self, *, slice_elems: int, slices: int, staged: bool = False, **settings: Any
+    ) -> None:
         config = Config.resolve("p3", slice_elems=slice_elems, update="workers", **settings)
         self.one_way_bytes = 4 * slice_elems * slices
         self._folder = TemporaryDirectory()
         store = Path(self._folder.name) / "store"
         self._connection, other = multiprocessing.Pipe()
         self._peer = multiprocessing.get_context("spawn").Process(
-            target=_serve_foreprop, args=(other, store, slices, config), daemon=True
+            target=_serve_foreprop, args=(other, store, slices, config, staged), daemon=True
         )
         self._peer.start()
-        self._pair = WirePair(slices, config, world=_world(0, store))
+        self._pair = WirePair(slices, config, world=_world(0, store), staged=staged)
 
     def start(self) -> None:
         self._connection.send(True)
@@ -111,8 +113,10 @@ def _world(rank: int, store: Path) -> World:
     return World(rank=rank, size=2, local_size=1, host="127.0.0.1", store=both, raw_store=both)
 
 
-def _serve_foreprop(connection: Connection, store: Path, slices: int, config: Config) -> None:
-    pair = WirePair(slices, config, world=_world(1, store))
+def _serve_foreprop(
+    connection: Connection, store: Path, slices: int, config: Config, staged: bool
+) -> None:
+    pair = WirePair(slices, config, world=_world(1, store), staged=staged)
     while connection.recv():
         pair.start()
         pair.finish()
@@ -215,12 +219,14 @@ def measure_trainer(
     rounds: int,
     encrypted: bool = False,
     compression: str | None = None,
+    staged: bool = False,
 ) -> list[TrainerCost]:
     """All kinds of slices, servers and training threads, and gloo's buckets, in turns.
 
     An exchange has ``slices`` slices, whatever their size, and gloo's as many bytes as the
-    largest slices. Bits are those of gradients, whatever ``compression`` makes of them. Raises
-    `ConfigError` where there are not two processors.
+    largest slices. Bits are those of gradients, whatever ``compression`` makes of them. ``staged``
+    ones are copied first, as a GPU's are (`staged`). Raises `ConfigError` where there are not two
+    processors.
     """
     processors = sorted(os.sched_getaffinity(0))
     if len(processors) < 2:
@@ -233,7 +239,7 @@ def measure_trainer(
     with contextlib.ExitStack() as stack:
         stack.callback(os.sched_setaffinity, 0, processors)
         os.sched_setaffinity(0, processors[1:])  # inherited by all threads and processes made here
-        settings: dict[str, Any] = {"compression": compression}
+        settings: dict[str, Any] = {"compression": compression, "staged": staged}
         settings |= stack.enter_context(encryption()) if encrypted else {}
         planes = dict(_make_planes(stack, slices_kb, servers, slices, settings))
         for plane in planes.values():

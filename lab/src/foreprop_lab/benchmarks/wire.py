@@ -17,9 +17,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from foreprop.backends.composedworker import ServedBackend
 from foreprop.backends.processes import ProcessServer
 from foreprop.config import Config
+from foreprop.engine.worker import WorkerEngine
 from foreprop.engine.world import World
 from foreprop.session.composition import connect
 from foreprop_lab.benchmarks.bare import BarePair, cpu_seconds
+from foreprop_lab.benchmarks.staged import Copier, stage
 from foreprop_lab.benchmarks.still import StillServer, unchecked
 
 _STEP_WARM_UP = 3
@@ -58,7 +60,8 @@ class WirePair:
     """A real session of one worker and one server process, stepped without any model around.
 
     A ``still`` server moves bytes only and does not apply its optimizer. Only then may frames carry
-    no checksums: if they are not ``checked``. In a ``world`` of two this is one rank's.
+    no checksums: if they are not ``checked``. In a ``world`` of two this is one rank's. ``staged``
+    gradients are copied before they leave, as a GPU's are (`staged`).
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class WirePair:
         still: bool = False,
         checked: bool = True,
         world: World | None = None,
+        staged: bool = False,
     ) -> None:
         torch.set_num_threads(1)
         self._model = _Vectors(slices, config.cut_elems(1))
@@ -80,9 +84,12 @@ class WirePair:
             config = config.replace(dedicated_servers=1)
         with contextlib.nullcontext() if checked else unchecked():
             self.session = connect(self._model, optimizer, config, world=world)
+        self._copier = Copier() if staged else None
+        self._stager = stage(self.session, self._copier) if self._copier is not None else None
         self._optimizer = optimizer
         self.parameters = list(self._model.parameters())
         self._gradients = [torch.ones_like(parameter) for parameter in self.parameters]
+        self._started = 0  # steps
         self._workers_update = config.update == "workers"
         for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
             parameter.grad = gradient
@@ -102,6 +109,7 @@ class WirePair:
 
     def start(self) -> None:
         """Let a step's gradients go, without waiting for anything."""
+        self._started += 1
         if self._workers_update:  # a backward pass that computes nothing
             self._optimizer.zero_grad()
             torch.autograd.backward(self.parameters, self._gradients)
@@ -109,14 +117,20 @@ class WirePair:
 
     def arrived(self) -> int:
         """How many parameters have all that this step brings them."""
-        engine = self.session._training.backends.engines[0]
-        return sum(engine.is_complete(number) for number in range(len(self.parameters)))
+        engine = cast(WorkerEngine, self.session._training.backends.engines[0])
+        return sum(  # one that is still copied has not been pushed, where a thread waits for it
+            engine.is_complete(number) and engine.machine.step_of(number) == self._started
+            for number in range(len(self.parameters))
+        )
 
     def finish(self) -> None:
         self.session.flush()
 
     def close(self) -> None:
         self.session.close()
+        if self._stager is not None and self._copier is not None:
+            self._stager.stop()
+            self._copier.close()
         if self._still is not None:
             self._still.join()
 
