@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from foreprop.config import Config
 from foreprop.engine.asyncdevice import TorchAccelerator
 from foreprop.engine.gpumemory import AsyncStagedMemory, StagedMemory, Stager
-from foreprop.engine.memory import DirectMemory
+from foreprop.engine.memory import DirectMemory, bytes_of
+from foreprop.errors import InternalError
 from foreprop.params.setup import MemoryFactory
 
 
@@ -112,3 +114,30 @@ def test_whoever_waits_learns_that_the_device_has_failed_and_others_go_on() -> N
         with pytest.raises(RuntimeError, match="the device has failed"):
             memory.await_staged()
     stager.stop()
+
+
+def test_bytes_are_the_tensors_own_and_stay_as_long_as_they_are_looked_at() -> None:
+    tensor = torch.arange(1000, dtype=torch.float32)
+    view = bytes_of(tensor)
+    assert (view.format, view.nbytes, view.readonly) == ("B", 4000, False)
+    tensor[3] = 7.0
+    assert torch.frombuffer(view, dtype=torch.float32)[3] == 7.0
+    part = view[4:8]
+    del tensor, view
+    gc.collect()
+    assert [torch.full((1000,), -1.0)[0], *torch.frombuffer(part, dtype=torch.float32)] == [-1, 1]
+
+
+def test_bytes_of_nothing_and_of_one_in_odd_steps() -> None:
+    nothing = bytes_of(torch.zeros(3, 0))
+    nothing[:] = b""
+    assert len(nothing) == 0
+    one = torch.arange(9.0).as_strided((1, 1), (5, 7), 4)
+    assert torch.frombuffer(bytes_of(one), dtype=torch.float32).tolist() == [4.0]
+
+
+def test_bytes_are_not_those_of_other_values() -> None:
+    negated = torch.randn(3, dtype=torch.complex64).conj().imag
+    for other in (negated, torch.randn(4, 3).t(), torch.empty(3, device="meta")):
+        with pytest.raises(InternalError, match="can only be viewed"):
+            bytes_of(other)
