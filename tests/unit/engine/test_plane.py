@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import select
 import signal
 import socket
 import sys
@@ -819,6 +820,27 @@ def test_behind_an_emulated_link_the_most_urgent_frame_is_next(tmp_path: Path) -
         plane.close()
         for link in (egress, ingress):
             link.close()
+
+
+def test_who_has_waited_for_room_and_has_nothing_more_to_send_sleeps() -> None:
+    """The kernel says that there is room for as long as it is asked."""
+    with running() as (plane, peer):
+        peer.carry()
+        assert isinstance(peer.at_worker, PlaneStream)
+        bound_send_buffer(peer.at_worker._sock, 8_192)
+        peer.at_worker._set_bound(waits=True, most_bytes=0)
+        room = select.poll()
+        room.register(peer.at_worker._sock, select.POLLOUT)
+        plane.message(1, Kind.PACE, 1, 0, 0, bytes(6_000), 0)
+        deadline = time.monotonic() + SOON_S
+        while room.poll(0):  # until it is with the kernel, which has no more room then
+            assert time.monotonic() < deadline
+        time.sleep(0.1)
+        assert len(peer.read(peer.to_worker)[1]) == 6_000
+        assert room.poll(1000)
+        before = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.2
 
 
 def test_small_frames_that_leave_together_are_few_where_the_kernel_may_hold_little() -> None:

@@ -38,7 +38,7 @@ inline void Plane::send_all() {
                     abandon(*connection);
                     continue;
                 }
-                connection->waits = false;
+                set_waiting(*connection, false);  // else it is told of room as long as there is
                 if (std::exchange(connection->owes_word, false)) tell_sent(*connection);
                 flush(*connection);
             }
