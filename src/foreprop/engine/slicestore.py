@@ -468,7 +468,7 @@ class SliceStore:
             total = self._versions.compensated(tensors, ranks, total, scale)
         reduction = self._reductions[tensors.piece.parameter]
         workers = self._world_size if counted is None else self._mean_over(counted)
-        finish_sum(total, reduction, workers=workers, scale=scale)
+        finish_sum(total, reduction, workers=workers, scale=scale, out=total)
         return self._codes.after_sum(total) if votes else total
 
     # Optimizer state, for checkpoints.

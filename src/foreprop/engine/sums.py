@@ -153,13 +153,15 @@ def add_up(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tenso
 
 
 def finish_sum(
-    total: torch.Tensor, reduction: Reduction, *, workers: int, scale: float = 1.0
+    total: torch.Tensor, reduction: Reduction, *, workers: int, scale: float, out: torch.Tensor
 ) -> None:
-    """Make the mean of ranks' gradients that are summed, and take out the loss's scale."""
+    """Make ``out`` the mean of ranks' summed gradients, without the loss's scale."""
     if workers > 1 and reduction == "mean":
-        total /= workers
+        torch.div(total, workers, out=out)
+    elif out is not total:
+        out.copy_(total)
     if scale != 1.0:
-        total *= 1.0 / scale
+        out *= 1.0 / scale
 
 
 def start_average(parameter: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ def test_a_mean_has_the_bits_of_torch(dtype: torch.dtype, elems: int) -> None:
             for rank in range(workers)
         ]
         expected = add_up([part.clone() for part in parts], sum_dtype(dtype, workers=workers))
-        finish_sum(expected, "mean" if mean else "sum", workers=workers, scale=scale)
+        finish_sum(expected, "mean" if mean else "sum", workers=workers, scale=scale, out=expected)
         expected = expected.to(dtype)
         for in_place in (False, True):
             found = reduced(parts, mean=mean, workers=workers, scale=scale, in_place=in_place)

@@ -156,10 +156,7 @@ class GradientSums:
         return (piece[2] - piece[1]) * self._dtypes[piece[0]].itemsize
 
     def chunk_sizes_bytes(self) -> list[int]:
-        dtypes = [self._dtypes[chunk.pieces[0].parameter] for chunk in self.chunks]
-        return [
-            chunk.elems * dtype.itemsize for chunk, dtype in zip(self.chunks, dtypes, strict=True)
-        ]
+        return [chunk.elems * self._dtypes[chunk.parameters[0]].itemsize for chunk in self.chunks]
 
     # Before the sum.
     def fill(self, chunk: int, step: int) -> torch.Tensor:
@@ -240,7 +237,7 @@ class GradientSums:
         room = self.device.flat(self._memory[parameter].landing_bytes(), DTYPES[info.dtype])
         summed, average = self._sum_of(parameter)[start:stop], room[start:stop]
         if summed.dtype == average.dtype:
-            self._finish(average.copy_(summed), info, step)
+            self._end(summed, average, info, step)  # without a pass over memory to copy
         else:
             average.copy_(self._finished(summed, info, step))
 
@@ -289,12 +286,12 @@ class GradientSums:
     def _finished(self, total: torch.Tensor, info: ParameterInfo, step: int) -> torch.Tensor:
         # as if it had not been cast
         gradient = total.to(torch.promote_types(total.dtype, torch.float32))
-        self._finish(gradient, info, step)
+        self._end(gradient, gradient, info, step)
         return gradient
 
-    def _finish(self, total: torch.Tensor, info: ParameterInfo, step: int) -> None:
+    def _end(self, total: torch.Tensor, out: torch.Tensor, info: ParameterInfo, step: int) -> None:
         scale = self._settings.scale_at(step)
-        finish_sum(total, self._reduction(info), workers=self._ranks, scale=scale)
+        finish_sum(total, self._reduction(info), workers=self._ranks, scale=scale, out=out)
 
     def aggregated(self, parameter: int) -> torch.Tensor:
         """The aggregated gradient of the parameter's last update, flat. Training thread."""
@@ -303,7 +300,7 @@ class GradientSums:
         if total.dtype == torch.float32 or total.dtype == torch.float64:
             return total  # finished in place
         total = total.float()
-        finish_sum(total, self._reduction(info), workers=self._ranks)
+        finish_sum(total, self._reduction(info), workers=self._ranks, scale=1.0, out=total)
         return total
 
     def _reduction(self, info: ParameterInfo) -> Reduction:

@@ -211,7 +211,7 @@ class RowStore:
         dtype = sum_dtype(tensors.table.dtype, workers=self._world_size)
         total = sum_parts(parts, shard.row_elems, dtype)
         reduction, workers = self._reductions[shard.parameter], self._manifest.mean_over(counted)
-        finish_sum(total.rows, reduction, workers=workers, scale=scale)
+        finish_sum(total.rows, reduction, workers=workers, scale=scale, out=total.rows)
         return total
 
     def rows(self, number: int, numbers: torch.Tensor, step: int) -> bytes:
