@@ -11,6 +11,7 @@ import torch
 
 from foreprop.config import Config
 from foreprop.errors import ConfigError
+from foreprop_lab.benchmarks import staged
 from foreprop_lab.benchmarks.staged import Copier
 from foreprop_lab.benchmarks.trainer import WAITS, measure_trainer
 from foreprop_lab.benchmarks.wire import WirePair
@@ -43,6 +44,7 @@ def test_copies_are_over_in_their_order(copier: Copier) -> None:
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged._compiled.cache_clear()
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(ConfigError, match="install g\\+\\+"):

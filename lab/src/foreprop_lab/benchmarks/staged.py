@@ -8,6 +8,7 @@ Python plane has a thread of Python's wait for each. The averages go no way back
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
@@ -37,7 +38,7 @@ class _Over(NamedTuple):
 
 
 class Copier(CountingAccelerator):
-    """What `AsyncStagedMemory` asks of a device with one stream; `close` ends its thread.
+    """What `AsyncStagedMemory` asks of a device with one stream; `close` ends its threads.
 
     Raises `ConfigError` where there is no compiler.
     """
@@ -48,8 +49,10 @@ class Copier(CountingAccelerator):
         self._copier = self._library.copier_new()
         self._word = self._library.copier_word(self._copier)
         self._asked = 0
+        self.stager = Stager(self)
 
     def close(self) -> None:
+        self.stager.stop()
         self._library.copier_free(self._copier)
 
     def wait(self, number: int) -> None:
@@ -79,19 +82,18 @@ class Copier(CountingAccelerator):
         return Copying(self._word, self._asked, lambda: None)
 
 
-def stage(session: ConnectedSession, copier: Copier) -> Stager:
-    """Have all gradients copied before they leave, from now on; the caller stops what it gets."""
+def stage(session: ConnectedSession, copier: Copier) -> None:
+    """Have all gradients copied before they leave, from now on."""
     averaging = session._training.averaging
     if averaging is None:
         raise ConfigError("gradients are staged where workers update: set update='workers'")
-    stager = Stager(copier)
     for gradient in averaging.gradients:
         arrival = gradient.arrival
-        arrival.memory = AsyncStagedMemory(arrival.owner.parameter, stager)
+        arrival.memory = AsyncStagedMemory(arrival.owner.parameter, copier.stager)
         arrival.memory.counts = arrival._is_lent
-    return stager
 
 
+@functools.cache
 def _compiled() -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:

@@ -85,7 +85,8 @@ class WirePair:
         with contextlib.nullcontext() if checked else unchecked():
             self.session = connect(self._model, optimizer, config, world=world)
         self._copier = Copier() if staged else None
-        self._stager = stage(self.session, self._copier) if self._copier is not None else None
+        if self._copier is not None:
+            stage(self.session, self._copier)
         self._optimizer = optimizer
         self.parameters = list(self._model.parameters())
         self._gradients = [torch.ones_like(parameter) for parameter in self.parameters]
@@ -128,8 +129,7 @@ class WirePair:
 
     def close(self) -> None:
         self.session.close()
-        if self._stager is not None and self._copier is not None:
-            self._stager.stop()
+        if self._copier is not None:
             self._copier.close()
         if self._still is not None:
             self._still.join()

@@ -318,7 +318,6 @@ inline void Plane::flush(Connection& connection) {
             set_waiting(connection, false);
             return;
         }
-        if (connection.armed) set_waiting(connection, false);
         if (is_paced) connection.cleared -= static_cast<std::size_t>(sent);
         connection.sent += static_cast<std::size_t>(sent);
         while (!out.empty() && connection.sent >= out.front().header_size + out.front().size) {

@@ -237,7 +237,7 @@ class GradientSums:
         room = self.device.flat(self._memory[parameter].landing_bytes(), DTYPES[info.dtype])
         summed, average = self._sum_of(parameter)[start:stop], room[start:stop]
         if summed.dtype == average.dtype:
-            self._end(summed, average, info, step)  # without a pass over memory to copy
+            self._finish(summed, average, info, step)  # without a pass over memory to copy
         else:
             average.copy_(self._finished(summed, info, step))
 
@@ -286,10 +286,12 @@ class GradientSums:
     def _finished(self, total: torch.Tensor, info: ParameterInfo, step: int) -> torch.Tensor:
         # as if it had not been cast
         gradient = total.to(torch.promote_types(total.dtype, torch.float32))
-        self._end(gradient, gradient, info, step)
+        self._finish(gradient, gradient, info, step)
         return gradient
 
-    def _end(self, total: torch.Tensor, out: torch.Tensor, info: ParameterInfo, step: int) -> None:
+    def _finish(
+        self, total: torch.Tensor, out: torch.Tensor, info: ParameterInfo, step: int
+    ) -> None:
         scale = self._settings.scale_at(step)
         finish_sum(total, self._reduction(info), workers=self._ranks, scale=scale, out=out)
 

@@ -205,9 +205,10 @@ def _ranks(workers: int, reported: Sequence[records.Record]) -> list[RankRun]:
             rank.losses += record.losses
             rank.seconds += record.seconds
         else:
-            record.is_ready |= rank.is_ready
+            was_ready = rank.is_ready
             for name in records.RankEnd.__struct_fields__:
                 setattr(rank, name, getattr(record, name))
+            rank.is_ready |= was_ready
     return ranks
 
 
