@@ -423,7 +423,7 @@ def _numbers(manifest: Manifest, config: Config, rank: int, servers: Sequence[in
     checked = config.encryption is None and streams.load_checksum() is not None
     numbers = [rank, workers, manifest.world_size, int(knobs.elastic)]
     numbers += [len(manifest.parameters), known, int(checked)]
-    numbers.append(int(knobs.aggregation.reports_nonfinite))
+    numbers += [int(knobs.aggregation.reports_nonfinite), config.unsent_bytes]
     numbers += [int(knobs.order == "fifo"), _REPLIES.index(knobs.reply)]
     numbers += turns(turns_of(knobs.lanes, rank, knobs.servers))
     numbers.append(len(servers))

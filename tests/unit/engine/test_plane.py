@@ -843,10 +843,13 @@ def test_who_has_waited_for_room_and_has_nothing_more_to_send_sleeps() -> None:
         assert time.process_time() - before < 0.2
 
 
-def test_small_frames_that_leave_together_are_few_where_the_kernel_may_hold_little() -> None:
+@pytest.mark.parametrize("adapts", [True, False])
+def test_small_frames_that_leave_together_are_few_where_the_kernel_may_hold_little(
+    adapts: bool,
+) -> None:
     """What has been let go is not overtaken, no more than what the kernel holds."""
     elems, slices = 1_000, 100
-    config = Config(slice_elems=elems)
+    config = Config(slice_elems=elems, **({} if adapts else {"unsent_bytes": 16_384}))
     made = manifest(knobs=config.knobs(2))
     shapes = (2 * elems,), (slices * elems,)
     infos = [
@@ -861,7 +864,8 @@ def test_small_frames_that_leave_together_are_few_where_the_kernel_may_hold_litt
     try:
         assert isinstance(peer.at_worker, PlaneStream)
         bound_send_buffer(peer.at_worker._sock, 16_384)
-        peer.at_worker.adapt(16_384)
+        if adapts:
+            peer.at_worker.adapt(16_384)
         rooms = [np.zeros(shape, dtype=np.float32) for shape in shapes]
         room = rooms[1].data.cast("B")
         plane.push(GradientReady(1, 1, Flag.GRADIENT, False), room, room)

@@ -11,7 +11,7 @@ from foreprop.core.codec import NONE
 from foreprop.core.manifest import Manifest
 
 LIBRARY = Path(__file__).with_name("plane.so")
-_VERSION = 7
+_VERSION = 8
 """That of `interface.cpp`; another one was built before these sources came."""
 
 DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}

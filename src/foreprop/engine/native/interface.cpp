@@ -72,6 +72,7 @@ void* fp_new(const Number* numbers, const char* names) {
     setting.known = static_cast<std::uint64_t>(from.next());
     setting.checked = from.next() != 0;
     setting.checks_finite = from.next() != 0;
+    setting.unsent_bytes = static_cast<std::size_t>(from.next());
     setting.order = from.next() ? Order::fifo : Order::priority;
     setting.reply = static_cast<Reply>(from.next());
     setting.turns = from.turns();
@@ -109,7 +110,7 @@ void* fp_new(const Number* numbers, const char* names) {
     return made;
 }
 // Raised with every change of this interface.
-int fp_version() { return 7; }
+int fp_version() { return 8; }
 // What the squares of so many elements of a type add up to, as it travels. Of no plane.
 void fp_square_sum(int dtype, const void* from, Number elems, std::uint8_t* encoded) {
     const auto size = static_cast<std::size_t>(elems);

@@ -277,12 +277,13 @@ inline void Plane::seal_whole(int sender, const Frame& frame,
 
 // Writes until there is nothing left or no room. Of small frames the next one is let go before
 // the first has left, so that one system call takes several. Nothing overtakes those, as nothing
-// overtakes what the kernel has: they are at most half of it.
+// overtakes what the kernel has: they are at most half of what it may hold (8 nodes of the lab with
+// slices of 12.5 kB, which more of them would be: lab/docs/notebook/16-nodes.md).
 inline void Plane::flush(Connection& connection) {
     auto& out = connection.out;
     const bool is_paced = connection.is_paced;
     const bool tells_late = connection.waits_for_room || is_paced;
-    std::size_t together = together_bytes;
+    std::size_t together = std::min(together_bytes, setting_.unsent_bytes / 2);
     if (connection.bound)
         together = std::min(together, static_cast<std::size_t>(connection.bound->bytes() / 2));
     while (!connection.owes_word) {
