@@ -35,10 +35,6 @@ struct SquareSum {
 
 namespace sums_detail {
 
-constexpr std::size_t lanes = 8;  // block_elems is a multiple
-using Lanes = double __attribute__((vector_size(lanes * sizeof(double))));
-using Mask = std::int64_t __attribute__((vector_size(lanes * sizeof(double))));
-
 #define FOREPROP_SQUARES(Wide)                                                               \
     FOREPROP_CLONES inline void square(double* __restrict to, const Wide* __restrict from,   \
                                        std::size_t elems) {                                  \
@@ -51,24 +47,42 @@ FOREPROP_SQUARES(float)
 FOREPROP_SQUARES(double)
 #undef FOREPROP_SQUARES
 
-// What the squares of a block, in whole lanes, add up to. Whole numbers below 2**52 add up in any
-// order, which a compiler does not know: hence lanes.
-FOREPROP_CLONES inline SquareSum add_up(const double* squares, std::size_t elems) {
+// Their bits without the sign, which a square that is no number may have: as whole numbers they are
+// in the order of the squares, and compilers look for the largest of many at once.
+FOREPROP_CLONES inline std::uint64_t largest_bits(const double* squares, std::size_t elems) {
+    std::int64_t most = 0;
+    for (std::size_t i = 0; i < elems; ++i) {
+        std::int64_t bits;
+        __builtin_memcpy(&bits, squares + i, sizeof bits);
+        bits &= std::numeric_limits<std::int64_t>::max();
+        most = bits > most ? bits : most;
+    }
+    return static_cast<std::uint64_t>(most);
+}
+
+// Whole numbers add up in any order, which compilers know: so many at once.
+FOREPROP_CLONES inline void add_bins(const double* squares, std::size_t elems, double scale,
+                                     std::int64_t* sums) {
+    std::int64_t high = 0, middle = 0, low = 0;
+    for (std::size_t i = 0; i < elems; ++i) {
+        double rest = squares[i] * scale;  // below 2**28, and so is each bin's part
+        const auto first = static_cast<std::int32_t>(rest);
+        rest = (rest - first) * 0x1p28;
+        const auto second = static_cast<std::int32_t>(rest);
+        rest = (rest - second) * 0x1p28;
+        high += first;
+        middle += second;
+        low += static_cast<std::int32_t>(rest);
+    }
+    sums[0] = high;
+    sums[1] = middle;
+    sums[2] = low;
+}
+
+inline SquareSum add_up(const double* squares, std::size_t elems) {
     SquareSum sum;
-    Lanes most{}, each;
-    Mask finite = most == most;
-    for (std::size_t i = 0; i < elems; i += lanes) {
-        __builtin_memcpy(&each, squares + i, sizeof each);
-        finite &= each < std::numeric_limits<double>::infinity();
-        most = each > most ? each : most;
-    }
-    double largest = 0;
-    bool are_finite = true;
-    for (std::size_t n = 0; n < lanes; ++n) {
-        largest = most[n] > largest ? most[n] : largest;
-        are_finite = are_finite && finite[n];
-    }
-    if (!are_finite) {
+    const auto largest = std::bit_cast<double>(largest_bits(squares, elems));
+    if (!std::isfinite(largest)) {
         for (std::size_t i = 0; i < elems; ++i)
             if (!std::isfinite(squares[i])) sum.beyond += squares[i];
         return sum;
@@ -77,22 +91,7 @@ FOREPROP_CLONES inline SquareSum add_up(const double* squares, std::size_t elems
     const int exponent = std::ilogb(largest);
     const int bin = (exponent - (exponent < 0 ? SquareSum::bin_bits - 1 : 0)) / SquareSum::bin_bits;
     sum.top = std::max(bin, SquareSum::least_top);
-    const double scale = std::ldexp(1.0, -sum.top * SquareSum::bin_bits);
-    const Lanes one = Lanes{} + 1.0, whole = Lanes{} + 0x1p52;  // above, there are no fractions
-    Lanes totals[SquareSum::bins] = {};
-    for (std::size_t i = 0; i < elems; i += lanes) {
-        __builtin_memcpy(&each, squares + i, sizeof each);
-        each *= scale;
-        for (Lanes& total : totals) {
-            Lanes floor = (each + whole) - whole;
-            floor = floor > each ? floor - one : floor;
-            total += floor;
-            each = (each - floor) * 0x1p28;
-        }
-    }
-    for (int each_bin = 0; each_bin < SquareSum::bins; ++each_bin)
-        for (std::size_t n = 0; n < lanes; ++n)
-            sum.sums[each_bin] += static_cast<std::int64_t>(totals[each_bin][n]);
+    add_bins(squares, elems, std::ldexp(1.0, -sum.top * SquareSum::bin_bits), sum.sums);
     return sum;
 }
 
@@ -112,9 +111,7 @@ SquareSum square_sum(const Each* from, std::size_t elems) {
             widen(wide, from + first, count);
             square(squares, wide, count);
         }
-        const std::size_t in_lanes = (count + lanes - 1) / lanes * lanes;
-        std::fill(squares + count, squares + in_lanes, 0.0);
-        total.add(add_up(squares, in_lanes));
+        total.add(add_up(squares, count));
     }
     return total;
 }
