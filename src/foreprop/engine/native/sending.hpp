@@ -277,8 +277,8 @@ inline void Plane::seal_whole(int sender, const Frame& frame,
 
 // Writes until there is nothing left or no room. Of small frames the next one is let go before
 // the first has left, so that one system call takes several. Nothing overtakes those, as nothing
-// overtakes what the kernel has: they are at most half of what it may hold (8 nodes of the lab with
-// slices of 12.5 kB, which more of them would be: lab/docs/notebook/16-nodes.md).
+// overtakes what the kernel has: they are at most half of what it may hold. More of them made steps
+// of 8 nodes 3 % longer (lab/docs/notebook/16-nodes.md).
 inline void Plane::flush(Connection& connection) {
     auto& out = connection.out;
     const bool is_paced = connection.is_paced;
