@@ -57,12 +57,15 @@ LOOK_S = 1.0
 
 
 class Silence:
-    """How long nothing has been heard of a peer, from the first look on. Not thread-safe."""
+    """How long nothing has been heard of a peer, from the first look on. Not thread-safe.
 
-    def __init__(self, report_s: float, timeout_s: float) -> None:
+    Who has never been heard of may still be starting, for ``first_s`` at most.
+    """
+
+    def __init__(self, report_s: float, timeout_s: float, first_s: float) -> None:
         self.silent_s = 0.0
-        self._report_s = report_s
-        self._timeout_s = timeout_s
+        self.limit_s = max(timeout_s, first_s)
+        self._report_s, self._timeout_s = report_s, timeout_s
         self._looked_at_s: float | None = None
         self._told = False
 
@@ -71,12 +74,14 @@ class Silence:
         before_s, self._looked_at_s = self._looked_at_s, now_s
         if heard:
             told, self._told, self.silent_s = self._told, False, 0.0
+            self.limit_s = self._timeout_s
             return "again" if told else ""
         if before_s is not None:
             self.silent_s += min(now_s - before_s, LOOK_S)
-        if self.silent_s >= self._timeout_s:
+        if self.silent_s >= self.limit_s:
             return "lost"
-        if self.silent_s >= self._report_s and not self._told:
+        starts = self.limit_s > self._timeout_s
+        if self.silent_s >= self._report_s and not (self._told or starts):
             self._told = True
             return "told"
         return ""
@@ -124,10 +129,13 @@ class Pulses:
 
     def add(self, number: int, sock: socket.socket, name: str, lost: Lost) -> None:
         """Watch a peer, in the place of the one before, and tell ``lost`` of its silence."""
-        silence = Silence(self._config.silence_report_s, self._config.silence_timeout_s)
+        config = self._config
+        silence = Silence(config.silence_report_s, config.silence_timeout_s, config.join_timeout_s)
         with self._lock:
             before = self._pulses.pop(number, None)
-            self._pulses[number] = _Pulse(sock, name, lost, silence)
+            pulse = self._pulses[number] = _Pulse(sock, name, lost, silence)
+        if self._beats:  # it has come: from now on its silence counts
+            pulse.beat()
         if before is not None:
             before.sock.close()
 
@@ -166,7 +174,7 @@ class Pulses:
         if heard is None:
             self.drop(number)
             return
-        silent_s, limit_s = pulse.silence.silent_s, self._config.silence_timeout_s
+        silent_s, limit_s = pulse.silence.silent_s, pulse.silence.limit_s
         verdict = pulse.silence.look(now_s, heard=heard)
         if verdict == "told":
             LOGGER.warning(
@@ -178,7 +186,8 @@ class Pulses:
             LOGGER.warning("%s hears of %s again, after %.0f s", self._own, pulse.name, silent_s)
         elif verdict == "lost":
             self.drop(number)
-            why = f"{self._own} has heard nothing of it for {limit_s:g} s (silence_timeout_s)"
+            name = "join" if limit_s > self._config.silence_timeout_s else "silence"
+            why = f"{self._own} has heard nothing of it for {limit_s:g} s ({name}_timeout_s)"
             pulse.lost(number, f"{pulse.name} is gone: {why}")
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from foreprop.errors import ConfigError
 
 def verdicts(looks: list[tuple[float, bool]]) -> list[tuple[float, str]]:
     """Of looks at these moments: when there was something to say, and what."""
-    silence = Silence(5.0, 15.0)
+    silence = Silence(5.0, 15.0, 60.0)
     said = [(now_s, silence.look(now_s, heard=heard)) for now_s, heard in looks]
     return [(now_s, verdict) for now_s, verdict in said if verdict]
 
@@ -30,14 +30,21 @@ def test_it_is_told_once_and_then_acted_on() -> None:
 
 
 def test_who_is_heard_again_is_told_again_when_it_falls_silent() -> None:
-    looks = [(float(step), step % 10 == 9) for step in range(40)]
+    looks = [(float(step), step % 10 == 9 or not step) for step in range(40)]
     assert verdicts(looks)[:4] == [(5.0, "told"), (9.0, "again"), (14.0, "told"), (19.0, "again")]
+
+
+def test_who_has_never_been_heard_of_may_still_be_starting() -> None:
+    looks = [(step / 2, step == 80) for step in range(200)]
+    assert verdicts(looks) == [(45.0, "told"), *[(step / 2, "lost") for step in range(110, 200)]]
+    never = [(step / 2, False) for step in range(121)]
+    assert verdicts(never) == [(60.0, "lost")]
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 100.0), st.booleans()), max_size=200))
 def test_who_could_not_look_has_seen_nothing(looks: list[tuple[float, bool]]) -> None:
     """However late the looks: silence that is acted on was seen in 15 of them at least."""
-    silence, now_s, unheard = Silence(5.0, 15.0), 0.0, 0
+    silence, now_s, unheard = Silence(5.0, 15.0, 0.0), 0.0, 0
     for passed_s, heard in looks:
         now_s += passed_s
         unheard = 0 if heard else unheard + 1
@@ -101,7 +108,7 @@ def test_what_is_told_of_a_silent_peer(
     heard.add(3, near, "server 3 at 10.0.0.3", lambda *loss: lost.append(loss))
     with caplog.at_level(logging.WARNING, "foreprop"):
         for look in range(12):
-            if look == 3:
+            if look in (0, 3):
                 far.send(b"\0")
             heard.look()
     assert [record.getMessage() for record in caplog.records] == [
@@ -114,7 +121,27 @@ def test_what_is_told_of_a_silent_peer(
     why = "rank 0 has heard nothing of it for 5 s (silence_timeout_s)"
     assert lost == [(3, f"server 3 at 10.0.0.3 is gone: {why}")]
     assert not heard
-    assert len(far.recv(100)) == 9  # it has said in each look that it is there
+    assert len(far.recv(100)) == 1 + 9  # it has said at once, and in each look, that it is there
+
+
+def test_who_never_comes_is_waited_for_as_long_as_at_the_start(
+    ends: tuple[socket.socket, socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its listener is there before it: it may import torch for longer than others are silent."""
+    Clock(monkeypatch)
+    config, lost = config_of().replace(join_timeout_s=7.0), list[tuple[int, str]]()
+    heard = Pulses("rank 0", config, beats=True)
+    heard.add(3, ends[0], "server 3", lambda *loss: lost.append(loss))
+    with caplog.at_level(logging.WARNING, "foreprop"):
+        for _ in range(7):
+            heard.look()
+        assert not lost
+        assert not caplog.records
+        heard.look()
+    why = "rank 0 has heard nothing of it for 7 s (join_timeout_s)"
+    assert lost == [(3, f"server 3 is gone: {why}")]
 
 
 def test_who_hangs_up_is_not_silent(
