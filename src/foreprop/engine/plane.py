@@ -439,14 +439,11 @@ def _numbers(manifest: Manifest, config: Config, rank: int, servers: Sequence[in
     reductions, wire_dtypes = manifest.reductions(), manifest.wire_dtypes()
     for piece in slices:
         wire_dtype = wire_dtypes[piece.parameter]
-        own, itemsize = (
-            ITEMSIZE_BYTES[dtype]
-            for dtype in (manifest.parameters[piece.parameter].dtype, wire_dtype)
-        )
+        info = manifest.parameters[piece.parameter]
+        own, itemsize = (ITEMSIZE_BYTES[dtype] for dtype in (info.dtype, wire_dtype))
         numbers += [piece.parameter, piece.server, piece.start_elems * own, piece.elems * own]
         numbers += [piece.elems * itemsize, DTYPES[wire_dtype]]
         numbers.append(int(reductions[piece.parameter] == "mean"))
-        info = manifest.parameters[piece.parameter]
         codec = codec_of(info.name, knobs.compression)
         numbers.append(CODECS[codec if takes(codec, info.shape) else NONE])
         places = manifest.places_of(piece)

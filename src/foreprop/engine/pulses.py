@@ -57,10 +57,7 @@ LOOK_S = 1.0
 
 
 class Silence:
-    """How long nothing has been heard of a peer, from the first look on. Not thread-safe.
-
-    Who has never been heard of may still be starting, for ``first_s`` at most.
-    """
+    """How long nothing has been heard of a peer, which may first be starting. Not thread-safe."""
 
     def __init__(self, report_s: float, timeout_s: float, first_s: float) -> None:
         self.silent_s = 0.0
@@ -80,8 +77,7 @@ class Silence:
             self.silent_s += min(now_s - before_s, LOOK_S)
         if self.silent_s >= self.limit_s:
             return "lost"
-        starts = self.limit_s > self._timeout_s
-        if self.silent_s >= self._report_s and not (self._told or starts):
+        if not self._told and self.silent_s >= self._report_s and self.limit_s == self._timeout_s:
             self._told = True
             return "told"
         return ""
@@ -97,11 +93,13 @@ class _Pulse:
     def hears(self) -> bool | None:
         """Whether something has come; None: the connection has ended."""
         heard = False
-        with contextlib.suppress(BlockingIOError):
-            while self.sock.recv(_MOST_READ_BYTES, socket.MSG_DONTWAIT):
-                heard = True
-            return None
-        return heard
+        with contextlib.suppress(OSError):
+            try:
+                while self.sock.recv(_MOST_READ_BYTES, socket.MSG_DONTWAIT):
+                    heard = True
+            except BlockingIOError:
+                return heard
+        return None
 
     def beat(self) -> None:
         """Send a byte; a full connection has been told often enough, a lost one its reader sees."""
@@ -167,11 +165,7 @@ class Pulses:
             self._look_at(number, pulse, now_s)
 
     def _look_at(self, number: int, pulse: _Pulse, now_s: float) -> None:
-        try:
-            heard = pulse.hears()
-        except OSError:
-            heard = None
-        if heard is None:
+        if (heard := pulse.hears()) is None:
             self.drop(number)
             return
         silent_s, limit_s = pulse.silence.silent_s, pulse.silence.limit_s
@@ -191,11 +185,8 @@ class Pulses:
             pulse.lost(number, f"{pulse.name} is gone: {why}")
 
     def close(self) -> None:
-        with self._lock:
-            pulses = list(self._pulses.values())
-            self._pulses.clear()
-        for pulse in pulses:
-            pulse.sock.close()
+        for number in self.watched():
+            self.drop(number)
 
 
 class WorkerPulses:
