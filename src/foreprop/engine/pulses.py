@@ -110,14 +110,14 @@ class _Pulse:
 class Pulses:
     """A process's pulses, by the number of who is at the other end. Any thread.
 
-    ``own`` is its name in messages; with ``beats`` it sends them itself. Whoever ends such a
-    connection is not watched any more: if that is a loss, the connection beside it says so.
+    ``own`` is its name in messages; with ``beats`` it sends them itself. Who has said nothing yet
+    may be starting, for ``first_s``. Whoever ends such a connection is not watched any more: if
+    that is a loss, the connection beside it says so.
     """
 
-    def __init__(self, own: str, config: Config, *, beats: bool) -> None:
-        self._own = own
-        self._config = config
-        self._beats = beats
+    def __init__(self, own: str, config: Config, *, beats: bool, first_s: float = 0.0) -> None:
+        self._own, self._config = own, config
+        self._beats, self._first_s = beats, first_s
         self._beaten_at_s = 0.0
         self._lock = threading.Lock()
         self._pulses: dict[int, _Pulse] = {}
@@ -128,7 +128,7 @@ class Pulses:
     def add(self, number: int, sock: socket.socket, name: str, lost: Lost) -> None:
         """Watch a peer, in the place of the one before, and tell ``lost`` of its silence."""
         config = self._config
-        silence = Silence(config.silence_report_s, config.silence_timeout_s, config.join_timeout_s)
+        silence = Silence(config.silence_report_s, config.silence_timeout_s, self._first_s)
         with self._lock:
             before = self._pulses.pop(number, None)
             pulse = self._pulses[number] = _Pulse(sock, name, lost, silence)
@@ -196,7 +196,7 @@ class WorkerPulses:
     """
 
     def __init__(self, rank: int, config: Config) -> None:
-        self.heard = Pulses(f"rank {rank}", config, beats=False)
+        self.heard = Pulses(f"rank {rank}", config, beats=False, first_s=config.join_timeout_s)
         self._listeners: list[Lost] = []
         self._losses: list[tuple[int, str]] = []
         self._answered: list[socket.socket] = []

@@ -131,8 +131,7 @@ def test_who_never_comes_is_waited_for_as_long_as_at_the_start(
 ) -> None:
     """Its listener is there before it: it may import torch for longer than others are silent."""
     Clock(monkeypatch)
-    config, lost = config_of().replace(join_timeout_s=7.0), list[tuple[int, str]]()
-    heard = Pulses("rank 0", config, beats=True)
+    heard, lost = Pulses("rank 0", config_of(), beats=True, first_s=7.0), list[tuple[int, str]]()
     heard.add(3, ends[0], "server 3", lambda *loss: lost.append(loss))
     with caplog.at_level(logging.WARNING, "foreprop"):
         for _ in range(7):
