@@ -36,6 +36,7 @@ inline PlaneSetting setting_of(int rank, int ranks, Reply reply = Reply::broadca
     made.servers = {{rank, Turns{}}};
     made.known = known;
     made.checked = true;
+    made.unsent_bytes = 131'072;
     std::size_t elems = first_elems;
     const Dtype types[] = {Dtype::float32, Dtype::float64, Dtype::bfloat16, Dtype::float16};
     for (int parameter = 0; parameter < sizes; ++parameter, elems *= 11) {

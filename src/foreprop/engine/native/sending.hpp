@@ -283,9 +283,9 @@ inline void Plane::flush(Connection& connection) {
     auto& out = connection.out;
     const bool is_paced = connection.is_paced;
     const bool tells_late = connection.waits_for_room || is_paced;
-    std::size_t together = std::min(together_bytes, setting_.unsent_bytes / 2);
-    if (connection.bound)
-        together = std::min(together, static_cast<std::size_t>(connection.bound->bytes() / 2));
+    std::size_t held = setting_.unsent_bytes;
+    if (connection.bound) held = std::min(held, static_cast<std::size_t>(connection.bound->bytes()));
+    const std::size_t together = std::min(together_bytes, held / 2);
     while (!connection.owes_word) {
         std::size_t bytes = 0;
         for (std::size_t n = 0; n < out.size() && !tells_late; ++n) {

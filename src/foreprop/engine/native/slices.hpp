@@ -75,7 +75,7 @@ struct PlaneSetting {
     std::uint64_t known;                         // kinds of frames, as bits
     bool checked;                                // frames carry checksums
     bool checks_finite;                          // of all ranks' gradients
-    std::size_t unsent_bytes = 131'072;          // that the kernel may hold of a connection
+    std::size_t unsent_bytes;                    // that the kernel may hold of a connection
 };
 
 // Memory that several frames may be sent from; it goes back when the last one has left.

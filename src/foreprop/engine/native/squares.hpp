@@ -49,15 +49,12 @@ FOREPROP_SQUARES(double)
 
 // Their bits without the sign, which a square that is no number may have: as whole numbers they are
 // in the order of the squares, and compilers look for the largest of many at once.
-FOREPROP_CLONES inline std::uint64_t largest_bits(const double* squares, std::size_t elems) {
+FOREPROP_CLONES inline std::int64_t largest_bits(const double* squares, std::size_t elems) {
     std::int64_t most = 0;
-    for (std::size_t i = 0; i < elems; ++i) {
-        std::int64_t bits;
-        __builtin_memcpy(&bits, squares + i, sizeof bits);
-        bits &= std::numeric_limits<std::int64_t>::max();
-        most = bits > most ? bits : most;
-    }
-    return static_cast<std::uint64_t>(most);
+    for (std::size_t i = 0; i < elems; ++i)
+        most = std::max(most, std::bit_cast<std::int64_t>(squares[i]) &
+                                  std::numeric_limits<std::int64_t>::max());
+    return most;
 }
 
 // Whole numbers add up in any order, which compilers know: so many at once.
